@@ -1,0 +1,5 @@
+"""`python -m daemon` is the tqd command."""
+
+from daemon.cli.main import main
+
+main()

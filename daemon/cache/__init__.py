@@ -1,0 +1,1 @@
+"""KV caches for mlx-lm models: token order, sinks, packed pages, tail."""

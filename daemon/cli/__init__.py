@@ -1,0 +1,1 @@
+"""Command line: parse arguments, call the right part, print, choose the exit code."""

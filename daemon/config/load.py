@@ -1,0 +1,1 @@
+"""From the text of servers.yaml to frozen specs, with a place for every problem."""

@@ -1,0 +1,1 @@
+"""The codec and attention over packed keys and values."""

@@ -1,0 +1,1 @@
+"""What the supervisor shows to operators: status document, events, metrics."""

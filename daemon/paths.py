@@ -1,0 +1,97 @@
+"""Where tqd keeps its state, logs and caches on this platform."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+SOCKET_PATH_LIMIT = 100  # bytes; sun_path holds 104 on macOS and 108 on Linux, NUL included
+
+
+@dataclass(frozen=True, slots=True)
+class StateDir:
+    """The layout of a state folder; two state folders are two independent daemons."""
+
+    root: Path
+
+    @property
+    def lock(self) -> Path:
+        """Held with flock for the life of a daemon."""
+        return self.root / "lock"
+
+    @property
+    def desired(self) -> Path:
+        """What the user wants of each server: running or stopped."""
+        return self.root / "desired.json"
+
+    @property
+    def workers(self) -> Path:
+        """The workers of this daemon by pid, start time and nonce."""
+        return self.root / "workers.json"
+
+    @property
+    def daemon_log(self) -> Path:
+        """The log of a daemon that runs detached."""
+        return self.root / "logs" / "daemon.log"
+
+    @property
+    def allowlist(self) -> Path:
+        """Local allowlist entries."""
+        return self.root / "allowlist.yaml"
+
+    @property
+    def last_good(self) -> Path:
+        """The last configuration that was accepted."""
+        return self.root / "last-good"
+
+    def server_log(self, name: str, log_dir: Path | None = None) -> Path:
+        """The log file of one server."""
+        return (log_dir or self.root / "logs" / "servers") / f"{name}.log"
+
+    @property
+    def socket(self) -> Path:
+        """The control socket; moved to a private folder when the path would not fit in sun_path."""
+        path = self.root / "tqd.sock"
+        if len(os.fsencode(path)) <= SOCKET_PATH_LIMIT:
+            return path
+        base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()  # noqa: TID251 - paths
+        digest = hashlib.sha256(os.fsencode(self.root)).hexdigest()[:16]
+        return Path(base) / f"tqd-{os.getuid()}-{digest}" / "tqd.sock"
+
+
+def state_dir(override: str | os.PathLike[str] | None = None) -> StateDir:
+    """Return the state folder: *override*, else $TQD_STATE_DIR, else the platform's own."""
+    chosen = override or os.environ.get("TQD_STATE_DIR")  # noqa: TID251 - documented override
+    root = Path(chosen) if chosen else platformdirs.user_state_path("tqd")
+    return StateDir(root.expanduser().absolute())
+
+
+def cache_dir() -> Path:
+    """Return the folder for what can be made again: the converted demo model."""
+    override = os.environ.get("TQD_CACHE_DIR")  # noqa: TID251 - documented override
+    return (
+        Path(override).expanduser().absolute() if override else platformdirs.user_cache_path("tqd")
+    )
+
+
+def config_file(override: str | os.PathLike[str] | None = None) -> Path:
+    """Return the servers.yaml to use: *override*, else $TQD_CONFIG, ./servers.yaml, the user's config folder."""
+    chosen = override or os.environ.get("TQD_CONFIG")  # noqa: TID251 - documented override
+    if chosen:
+        return Path(chosen).expanduser().absolute()
+    local = Path("servers.yaml").absolute()
+    return local if local.exists() else platformdirs.user_config_path("tqd") / "servers.yaml"
+
+
+def hf_hub_dir() -> Path:
+    """Return the local Hugging Face cache, found as huggingface_hub finds it."""
+    env = os.environ  # noqa: TID251 - the variables belong to huggingface_hub
+    if "HF_HUB_CACHE" in env:
+        return Path(env["HF_HUB_CACHE"]).expanduser()
+    home = env.get("HF_HOME") or str(Path(env.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface")
+    return Path(home).expanduser() / "hub"

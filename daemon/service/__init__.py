@@ -1,0 +1,1 @@
+"""launchd, systemd and the notify protocol."""

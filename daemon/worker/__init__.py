@@ -1,0 +1,1 @@
+"""The child process: one model, one MLX thread, one HTTP server."""

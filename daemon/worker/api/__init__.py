@@ -1,0 +1,1 @@
+"""Wire formats of the HTTP API: requests in, responses and events out."""
