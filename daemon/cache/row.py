@@ -56,10 +56,14 @@ class Row:
             self._layout = TileLayout(
                 self.scheme.k, self.scheme.v, keys.shape[-1], values.shape[-1]
             )
-        self._pack_up_to(self._packable())
+        self.pack()
         self._k.append(keys)
         self._v.append(values)
         self.length += keys.shape[1]
+
+    def pack(self) -> None:
+        """Move all tokens but the tail into tiles; append does it before it adds."""
+        self._pack_up_to(self._packable())
 
     def trim(self, count: int) -> int:
         """Forget the newest *count* tokens, or all there are; return how many that was."""
@@ -109,6 +113,25 @@ class Row:
     def nbytes(self) -> int:
         """Allocated bytes, spare capacity included."""
         return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that hold tokens, spare capacity not counted."""
+        tiles = 0
+        if self._tiles is not None:
+            tiles = self._tiles.nbytes // self._tiles.shape[1] * -(-self._packed_to // TILE)
+        raw = [
+            part
+            for side in (self._k.raw(), self._v.raw())
+            for part in (side.head, side.tail)
+            if part is not None
+        ]
+        return tiles + sum(part.nbytes for part in raw)
+
+    @property
+    def packed_tokens(self) -> int:
+        """The position up to which tokens are in tiles; all of them where nothing is packed at all."""
+        return self._packed_to if self._layout is None or self._layout.packed else self.length
 
     def _packable(self) -> int:
         """Return the position up to which tokens leave the tail: whole tiles, unless there is no tail at all."""
