@@ -66,7 +66,7 @@ def prefill(model: Any, tokens: Sequence[int], *, prompt: int, score: int) -> Wi
             "only models whose layers all keep a plain growing KV cache can be measured this way"
         )
     for start in range(0, prompt - 1, PREFILL_CHUNK):
-        chunk = mx.array(tokens[start : min(start + PREFILL_CHUNK, prompt - 1)])
+        chunk = mx.array(list(tokens[start : min(start + PREFILL_CHUNK, prompt - 1)]))
         model(chunk[None], cache=caches)
         mx.eval([cache.state for cache in caches])
     return Window(tuple(caches), tuple(tokens[prompt - 1 : prompt + score]))

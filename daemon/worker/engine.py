@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, StopSequences
@@ -81,7 +81,7 @@ def start_engine(
         model=loaded.model_report,
         kv=loaded.kv_report,
         max_context=loaded.max_context,
-        vocab_size=loaded.architecture.vocab_size,
+        vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
     )
 
@@ -419,7 +419,8 @@ def _event(request: GenerationRequest, response: Any) -> TokenEvent:
     top: tuple[tuple[int, float], ...] = ()
     if request.top_logprobs:
         best = mx.argsort(-logprobs)[: request.top_logprobs]
-        top = tuple(zip(best.tolist(), logprobs[best].tolist(), strict=True))
+        ids, values = cast("list[int]", best.tolist()), cast("list[float]", logprobs[best].tolist())
+        top = tuple(zip(ids, values, strict=True))
     return TokenEvent(
         response.token,
         finish=response.finish_reason,

@@ -6,14 +6,14 @@ what is wrong with it.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
-import mlx_lm
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, load_tokenizer
 
@@ -23,10 +23,11 @@ from daemon.config import wire
 from daemon.errors import PolicyError, WorkerExit, WorkerExitError
 from daemon.kernels import attention
 from daemon.policy.architecture import Architecture, LayerKind, read_architecture
-from daemon.policy.resolve import ResolvedPolicy, resolve
+from daemon.policy.resolve import ResolvedPolicy, resolve, summarize
 
 Progress = Callable[[str, float], None]
 
+UNKNOWN_CONTEXT = 8192  # tokens, for the few configs that state no limit
 _CHUNK_BYTES = 256 * 2**20  # weights read between two progress reports
 
 
@@ -37,7 +38,7 @@ class LoadedModel:
     model: Any
     tokenizer: Any
     factory: CacheFactory
-    architecture: Architecture
+    vocab_size: int
     max_context: int
     eos_token_ids: frozenset[int]
     model_report: wire.ModelReport
@@ -67,7 +68,7 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
     progress("loading the tokenizer", 0.9)
     tokenizer = _load_tokenizer(folder, spec, config)
     progress("checking the KV policy", 0.95)
-    vocab_size = architecture.vocab_size
+    vocab_size: int = model(mx.array([[0]])).shape[-1]  # nothing is computed for a shape
     factory = build.plan_caches(
         model, [plan for plan in resolved.layers if plan.kind != LayerKind.SHARED]
     )
@@ -77,12 +78,12 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
         _refuse_fallbacks(kv_report)
     model.make_cache = factory
     mx.clear_cache()
-    own_context = architecture.max_context
+    own_context = architecture.max_context or UNKNOWN_CONTEXT
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         factory=factory,
-        architecture=architecture,
+        vocab_size=vocab_size,
         max_context=min(spec.server.max_context or own_context, own_context),
         eos_token_ids=frozenset(tokenizer.eos_token_ids),
         model_report=_model_report(spec, folder, model, architecture),
@@ -132,9 +133,14 @@ def _one_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def _weights(model: Any) -> list[mx.array]:
+    flat = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
+    return [array for _, array in flat]
+
+
 def _evaluated(model: Any) -> Iterator[float]:
     """Bring the weights into memory piece by piece; yield the share that is there."""
-    arrays = [array for _, array in tree_flatten(model.parameters())]
+    arrays = _weights(model)
     total = sum(array.nbytes for array in arrays) or 1
     done = pending = 0
     batch: list[mx.array] = []
@@ -174,10 +180,8 @@ def _kv_report(
     cost: build.BytesPerToken,
 ) -> wire.KvReport:
     built = {slot.plan.index: slot.plan for slot in factory.slots}
-    final = ResolvedPolicy(
-        layers=tuple(built.get(plan.index, plan) for plan in resolved.layers),
-        warnings=resolved.warnings,
-    )
+    plans = tuple(built.get(plan.index, plan) for plan in resolved.layers)
+    final = ResolvedPolicy(layers=plans, warnings=resolved.warnings, summary=summarize(plans))
     return wire.KvReport(
         policy=spec.kv.policy,
         summary=final.summary,
@@ -224,11 +228,11 @@ def _model_report(
         path=str(folder),
         model_type=architecture.model_type,
         layers=len(architecture.layers),
-        max_context=architecture.max_context,
-        weights_bytes=sum(array.nbytes for _, array in tree_flatten(model.parameters())),
+        max_context=architecture.max_context or UNKNOWN_CONTEXT,
+        weights_bytes=sum(array.nbytes for array in _weights(model)),
         device=_device_name(),
-        mlx_version=mx.__version__,
-        mlx_lm_version=mlx_lm.__version__,
+        mlx_version=importlib.metadata.version("mlx"),
+        mlx_lm_version=importlib.metadata.version("mlx-lm"),
     )
 
 
