@@ -165,6 +165,7 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
     if request.app[SERVING].ending:  # a kept connection would come back to a worker that is gone
         response.force_close()
         response.headers[hdrs.CONNECTION] = "close"
+    response.headers[hdrs.SERVER] = "tqd"
     response.headers["x-request-id"] = request.get(REQUEST_ID, "")
     response.headers.update(
         cors_headers(

@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from aiohttp import web
@@ -101,7 +100,6 @@ class Worker:
         """Load the model, say so, and push a snapshot each second from then on."""
         started = time.monotonic()
         try:
-            template = _chat_template(self._spec)
             get_logger().info("model.loading", model=self._spec.server.model)
             loaded = await in_thread(self._load, "load")
         except WorkerExitError as error:
@@ -115,7 +113,7 @@ class Worker:
             self._fail(WorkerExit.ENGINE_FAILED, f"loading failed: {type(error).__name__}: {error}")
             return
         load_s = time.monotonic() - started
-        self._serving.load(loaded, template)
+        self._serving.load(loaded)
         get_logger().info("model.loaded", load_s=round(load_s, 3), device=loaded.model.device)
         self._channel.send(
             Ready(
@@ -205,20 +203,6 @@ def in_thread(work: Callable[[], ResultT], name: str) -> asyncio.Future[ResultT]
 
     threading.Thread(target=body, name=name, daemon=True).start()
     return asyncio.wrap_future(outcome)
-
-
-def _chat_template(spec: WorkerSpec) -> str | None:
-    """Return the template that replaces the model's own, if the server names one."""
-    if spec.server.chat_template is None:
-        return None
-    try:
-        return Path(spec.server.chat_template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise WorkerExitError(
-            WorkerExit.BAD_CONFIG,
-            f"chat_template {spec.server.chat_template} cannot be read: {error}",
-            hint="write the path of a Jinja template in UTF-8, or leave chat_template out",
-        ) from None
 
 
 def _http_logger() -> logging.Logger:

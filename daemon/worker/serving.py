@@ -13,6 +13,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import PurePath
 from typing import Protocol
 from uuid import uuid4
 
@@ -139,8 +140,14 @@ class Serving:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names a request may use, the server's own first."""
-        return tuple(dict.fromkeys((self.spec.name, *self.server.aliases, self.server.model)))
+        """The names that clients are told, the server's own first."""
+        return tuple(dict.fromkeys((self.spec.name, *self.server.aliases)))
+
+    @property
+    def model_name(self) -> str:
+        """The model as a hub id, or the name of its folder; a whole path is nobody's business."""
+        path = PurePath(self.server.model)
+        return path.name if path.is_absolute() else self.server.model
 
     @property
     def model(self) -> Model:
@@ -176,10 +183,11 @@ class Serving:
         """Refuse a model name that is not ours; a request may leave it out, there is only one.
 
         Raises:
-            ApiError: the name is not ours.
+            ApiError: the name is neither the server's, nor an alias, nor the model as servers.yaml has it.
         """
-        if name is not None and name not in self.names:
-            raise errors.model_not_found(name, self.names)
+        ours = (None, *self.names, self.model_name, self.server.model)
+        if name not in ours:
+            raise errors.model_not_found(str(name), self.names)
 
     def heading(self, prefix: str) -> dict[str, object]:
         """Return what every document of one answer begins with; *prefix* starts its id."""
@@ -190,9 +198,9 @@ class Serving:
             "system_fingerprint": f"tqd-{self.spec_hash}",
         }
 
-    def load(self, loaded: LoadedEngine, template: str | None) -> None:
+    def load(self, loaded: LoadedEngine) -> None:
         """Take requests from now on."""
-        prompts = Prompts(loaded.tokenizer, template)
+        prompts = Prompts(loaded.tokenizer)
         self._model = Model(loaded, prompts, Vocabulary(loaded.tokenizer))
         self._apply_limits()
         if self.phase is Phase.LOADING:

@@ -35,10 +35,9 @@ def completion_logprobs(
 
 def _alternatives(shown: Shown, vocabulary: Vocabulary) -> dict[str, float]:
     """Return the likeliest tokens by their text, the sampled one always among them."""
-    values = {
-        _text(token, vocabulary): _finite(value) for token, value in reversed(shown.event.top)
-    }
-    return values | {_text(shown.event.token, vocabulary): _finite(shown.event.logprob)}
+    values = {_text(token, vocabulary): _finite(value) for token, value in shown.event.top}
+    values.setdefault(_text(shown.event.token, vocabulary), _finite(shown.event.logprob))
+    return values
 
 
 def _entry(token: int, value: float | None, vocabulary: Vocabulary) -> dict[str, object]:

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from daemon.policy.schemes import REFERENCE_BITS, Scheme, parse_codec
 from daemon.worker.api.body import reply
-from daemon.worker.api.errors import model_not_found
+from daemon.worker.api.openai import GenerationBody, sampling
 from daemon.worker.serving import Phase, Serving
 
 SERVING = web.AppKey("serving", Serving)
@@ -34,8 +34,7 @@ async def model(request: web.Request) -> web.Response:
     """GET /v1/models/{id}."""
     serving = request.app[SERVING]
     name = request.match_info["id"]
-    if name not in serving.names:
-        raise model_not_found(name, serving.names)
+    serving.check_name(name)
     return reply(_model(name, serving))
 
 
@@ -74,27 +73,26 @@ async def readyz(request: web.Request) -> web.Response:
 async def props(request: web.Request) -> web.Response:
     """GET /props: llama.cpp's properties that hold here, and the effective KV mode."""
     serving = request.app[SERVING]
-    model = serving.model
-    loaded = model.loaded
-    sampling = serving.server.sampling
+    loaded = serving.model.loaded
+    defaults = sampling(GenerationBody(), serving.server.sampling, loaded.vocab_size)
     return reply(
         {
             "default_generation_settings": {
                 "n_ctx": loaded.max_context,
                 "params": {
-                    "temperature": sampling.temperature,
-                    "top_p": sampling.top_p,
-                    "top_k": sampling.top_k,
-                    "min_p": sampling.min_p,
-                    "repeat_penalty": sampling.repetition_penalty,
-                    "max_tokens": sampling.max_tokens,
+                    "temperature": defaults.temperature,
+                    "top_p": defaults.top_p,
+                    "top_k": defaults.top_k,
+                    "min_p": defaults.min_p,
+                    "repeat_penalty": defaults.repetition_penalty,
+                    "max_tokens": serving.server.sampling.max_tokens,
                 },
             },
             "total_slots": serving.server.max_concurrent,
             "model_alias": serving.spec.name,
-            "model_path": serving.server.model,
+            "model_path": serving.model_name,
             "model_type": loaded.model.model_type,
-            "chat_template": model.prompts.template,
+            "chat_template": loaded.tokenizer.chat_template,
             "bos_token": loaded.tokenizer.bos_token,
             "eos_token": loaded.tokenizer.eos_token,
             "modalities": {"vision": False, "audio": False},

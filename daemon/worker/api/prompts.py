@@ -82,17 +82,11 @@ ResultT = TypeVar("ResultT")
 
 
 class Prompts:
-    """Makes token ids, one request after the other; *template* replaces the model's own."""
+    """Makes token ids, one request after the other."""
 
-    def __init__(self, tokenizer: Tokenizer, template: str | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._template = template
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="prompts")
-
-    @property
-    def template(self) -> object:
-        """The chat template in force."""
-        return self._tokenizer.chat_template if self._template is None else self._template
 
     async def chat(
         self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object]
@@ -122,15 +116,14 @@ class Prompts:
     def _render(
         self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object]
     ) -> str:
-        if self._template is None and not self._tokenizer.has_chat_template:
+        if not self._tokenizer.has_chat_template and self._tokenizer.chat_template is None:
             raise invalid(
                 "This model has no chat template; use /v1/completions, or set chat_template for this server.",
                 "messages",
             )
-        own = {} if self._template is None else {"chat_template": self._template}
         try:
             return self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **variables, **own
+                messages, tokenize=False, add_generation_prompt=True, **variables
             )
         except Exception as error:  # noqa: BLE001 - a template is the model's program: it may raise anything, and does so about these messages
             raise invalid(
