@@ -29,6 +29,8 @@ _CONTEXT = (
 _VOCAB = ("vocab_size", "num_vocab")
 _MULTIMODAL_KEYS = ("vision_config", "audio_config", "image_token_id", "audio_token_id")
 
+_NO_CONTEXT = "config.json does not say how long the context may be"
+
 _LATENT = Dims(kv_heads=1, head_dim="kv_lora_rank", head_dim_v="qk_rope_head_dim")
 _EXPANDED = Dims(
     kv_heads="heads", head_dim=("qk_nope_head_dim", "qk_rope_head_dim"), head_dim_v="v_head_dim"
@@ -110,7 +112,7 @@ def read_architecture(config: Mapping[str, object]) -> Architecture:
     notes = [
         *reader.notes,
         *([family.note] if family.note else []),
-        *(["config.json does not say how long the context may be"] if context is None else []),
+        *([_NO_CONTEXT] if attends and context is None else []),
     ]
     return Architecture(
         model_type=model_type,

@@ -37,7 +37,7 @@ def layer_kinds(patterns: Sequence[LayerPattern], reader: Reader, n_layers: int 
             missing.append(pattern.key)
             continue
         return _apply(pattern, reader, n_layers)
-    keys = " and ".join(f'"{key}"' for key in missing)
+    keys = " or ".join(f'"{key}"' for key in missing)
     raise PolicyError("", f"config.json lacks {keys}: the kinds of its layers are unknown")
 
 
