@@ -172,6 +172,7 @@ def test_a_vision_or_audio_model_is_refused_until_mlx_vlm(config: dict[str, Any]
         ("llama", {"hidden_size": None, "head_dim": None}, 'lacks "hidden_size"'),
         ("llama", {"num_attention_heads": None, "head_dim": None}, 'lacks "num_attention_heads"'),
         ("llama", {"num_hidden_layers": None}, "how many layers"),
+        ("llama", {"num_hidden_layers": 10**9}, "more than 4096"),
         ("llama", {"num_hidden_layers": "32"}, "\"num_hidden_layers\" is '32'"),
         ("llama", {"num_key_value_heads": 0}, '"num_key_value_heads" is 0'),
         ("llama", {"layer_types": ["full_attention"] * 5}, "5 entries for a model of 32 layers"),
