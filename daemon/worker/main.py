@@ -84,10 +84,10 @@ def _run(channel: Channel, listen_fd: int, parent: int, loader: Loader) -> int:
         return WorkerExit.OK  # the supervisor ended while it started us
     log.configure(level=spec.log_level)
     channel.send(Hello(nonce=spec.nonce, pid=os.getpid()))
-    from daemon.worker.serve import Worker
+    from daemon.worker.serve import serve
 
     with socket.socket(fileno=listen_fd) as listener:
-        return asyncio.run(Worker(spec, channel, listener, loader).run())
+        return asyncio.run(serve(spec, channel, listener, loader))
 
 
 def _start_engine(
