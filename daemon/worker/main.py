@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib
 import os
 import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 from daemon import log
 from daemon.config.wire import CHANNEL_FD, LISTEN_FD, Fatal, Hello, WorkerSpec
@@ -98,6 +97,6 @@ def _start_engine(
     on_failure: Callable[[BaseException], None],
 ) -> LoadedEngine:
     """Start the real engine; MLX is imported here, on the loading thread, and not before."""
-    engine = importlib.import_module("daemon.worker.engine")
-    start_engine = cast("Loader", engine.start_engine)
+    from daemon.worker.engine import start_engine
+
     return start_engine(spec, progress=progress, on_failure=on_failure)
