@@ -188,7 +188,7 @@ def _count(serving: Serving, tally: Tally, status: int) -> None:
 
 
 def _log(request: web.Request, tally: Tally, status: int) -> None:
-    """Write the one line of this request: numbers only, never text."""
+    """Write the one line of this request: numbers only, never text. Polled routes that succeed stay quiet."""
     resource = request.match_info.route.resource
     fields: dict[str, object] = {
         "method": request.method,
@@ -198,14 +198,12 @@ def _log(request: web.Request, tally: Tally, status: int) -> None:
     }
     if tally.failure is not None:
         fields["code"] = tally.failure.code
-    if not tally.generates:
-        get_logger().debug("request.finished", **fields)
-        return
-    get_logger().info(
-        "request.finished",
-        **fields,
-        stream=tally.stream,
-        prompt_tokens=tally.prompt_tokens,
-        completion_tokens=tally.completion_tokens,
-        ttft_ms=None if tally.ttft_s is None else round(tally.ttft_s * 1000, 1),
-    )
+    if tally.generates:
+        fields |= {
+            "stream": tally.stream,
+            "prompt_tokens": tally.prompt_tokens,
+            "completion_tokens": tally.completion_tokens,
+            "ttft_ms": None if tally.ttft_s is None else round(tally.ttft_s * 1000, 1),
+        }
+    loud = tally.generates or tally.failure is not None
+    (get_logger().info if loud else get_logger().debug)("request.finished", **fields)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib
 import os
 import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Protocol
 
 from daemon import log
 from daemon.config.wire import CHANNEL_FD, LISTEN_FD, Fatal, Hello, WorkerSpec
@@ -84,10 +83,10 @@ def _run(channel: Channel, listen_fd: int, parent: int, loader: Loader) -> int:
         return WorkerExit.OK  # the supervisor ended while it started us
     log.configure(level=spec.log_level)
     channel.send(Hello(nonce=spec.nonce, pid=os.getpid()))
-    from daemon.worker.serve import Worker
+    from daemon.worker.serve import serve
 
     with socket.socket(fileno=listen_fd) as listener:
-        return asyncio.run(Worker(spec, channel, listener, loader).run())
+        return asyncio.run(serve(spec, channel, listener, loader))
 
 
 def _start_engine(
@@ -98,6 +97,6 @@ def _start_engine(
     on_failure: Callable[[BaseException], None],
 ) -> LoadedEngine:
     """Start the real engine; MLX is imported here, on the loading thread, and not before."""
-    engine = importlib.import_module("daemon.worker.engine")
-    start_engine = cast("Loader", engine.start_engine)
+    from daemon.worker.engine import start_engine
+
     return start_engine(spec, progress=progress, on_failure=on_failure)

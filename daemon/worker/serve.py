@@ -43,6 +43,11 @@ SNAPSHOT_S = 1.0
 ResultT = TypeVar("ResultT")
 
 
+async def serve(spec: WorkerSpec, channel: Channel, listener: socket.socket, loader: Loader) -> int:
+    """Be the worker of *spec* until there is a reason to end; return the exit code."""
+    return await Worker(spec, channel, listener, loader).run()
+
+
 class Worker:
     """One worker, from its hello to its exit code; made on the loop that runs it."""
 

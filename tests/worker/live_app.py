@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -57,7 +58,7 @@ class Answer:
         if self.headers["Content-Type"].startswith("application/json"):
             choice = self.json["choices"][0]
             return choice["message"]["content"] if "message" in choice else choice["text"]
-        choices = [event["choices"][0] for event in self.events if event.get("choices")]
+        choices = [c for event in self.events for c in event["choices"] if c["index"] == 0]
         parts = [c["delta"].get("content", "") if "delta" in c else c["text"] for c in choices]
         return "".join(parts)
 
@@ -95,6 +96,12 @@ class LiveApp:
     async def request(self, method: str, path: str, **kwargs: Any) -> Answer:
         async with self.session.request(method, self.url + path, **kwargs) as response:
             return Answer(response.status, response.headers, await response.read())
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait for *condition*; a test that waits for ever ends by the time limit of the suite."""
+    while not condition():  # noqa: ASYNC110 - the state of the application has no event to wait for
+        await asyncio.sleep(0.002)
 
 
 @asynccontextmanager
