@@ -45,9 +45,7 @@ KDA = {
     "model_max_length": 512,
 }  # fmt: skip
 NANO = {"n_embd": 64, "n_head": 4, "n_layer": 6, "n_positions": 512, "n_ctx": 512, "n_inner": 128}
-NO_COMMON = {
-    key: None for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
-}  # fmt: skip
+NO_COMMON = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"))  # fmt: skip
 
 
 def nested(**changes: Any) -> dict[str, Any]:
