@@ -50,7 +50,7 @@ EXPECTED = {
         '4:16: not valid YAML: a control character is not allowed',
     ],
     'deep': [
-        "3:1: not valid YAML: expected the node content, but found '<stream end>'",
+        '2:33: nested more than 24 levels deep',
     ],
     'deep_block': [
         '2:33: nested more than 24 levels deep',
