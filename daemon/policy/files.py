@@ -36,6 +36,9 @@ def load(path: Path, model: type[Model]) -> Model:
         raise ConfigError([Problem(str(path), line, col, "", f"{error.problem}")]) from error
     except yaml.YAMLError as error:
         raise refused(path, f"not YAML: {error}") from error
+    except (RecursionError, TypeError, ValueError) as error:
+        # nested too deep, a key that is no scalar, a date that is none
+        raise refused(path, "not YAML of the kind a policy is made of") from error
     try:
         return model.model_validate(data)
     except ValidationError as error:

@@ -179,7 +179,8 @@ class MlxEngine:
         return generation
 
     def abort(self, generation: MlxGeneration) -> None:
-        """End *generation* within one step; unknown or ended ones are ignored."""
+        """End *generation* within one step; its place in the line is free at once."""
+        self._close(generation)
         self._commands.put(_Abort(generation))
 
     def stats(self) -> EngineStats:
@@ -230,7 +231,6 @@ class MlxEngine:
                         batching.add(generation)
                     case _Abort(generation):
                         batching.drop(generation)
-                        self._close(generation)
                     case _Limits(max_concurrent):
                         batching.set_max_concurrent(max_concurrent)
                     case _Stop():
