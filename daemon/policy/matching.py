@@ -1,0 +1,113 @@
+"""Layer rules: which layers `match` means, and what a rule may say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from daemon.errors import PolicyError
+from daemon.policy.architecture import Layer, LayerKind
+from daemon.policy.schemes import UnknownSchemeError, parse_codec, parse_scheme
+from daemon.policy.spec import LayerRule, Match
+
+TILE_TOKENS = 32  # tokens are packed one tile at a time
+
+_RANGE = re.compile(r"(\d+)-(\d+)")
+_ENDS = re.compile(r"(first|last):([1-9]\d*)")
+_FORMS = 'all, full, sliding, "0-3", "first:2", "last:2" or a list such as [0, 5, 9]'
+
+
+def check_tail(tail_tokens: int | None, path: str) -> None:
+    """Refuse a tail that is not made of whole tiles; raises PolicyError at *path*."""
+    if tail_tokens is not None and tail_tokens % TILE_TOKENS:
+        below = tail_tokens // TILE_TOKENS * TILE_TOKENS
+        raise PolicyError(
+            path,
+            f"{tail_tokens} is not a multiple of {TILE_TOKENS}: the tail folds one tile of"
+            f" {TILE_TOKENS} tokens at a time and holds up to {TILE_TOKENS - 1} tokens more",
+            hint=f"write {below} or {below + TILE_TOKENS}",
+        )
+
+
+def check_rules(rules: Sequence[LayerRule]) -> None:
+    """Refuse rules that could not be right for any model.
+
+    Raises:
+        PolicyError: an unknown scheme or codec, a `match` of no known form, a rule that sets nothing.
+    """
+    for i, rule in enumerate(rules):
+        path = f"layers.{i}"
+        _check_match(rule.match, f"{path}.match")
+        check_tail(rule.tail_tokens, f"{path}.tail_tokens")
+        check_scheme(rule.mode, rule.k, rule.v, path)
+        if not rule.model_fields_set - {"match"}:
+            raise PolicyError(
+                path, "the rule sets nothing", hint="write mode, k, v, sink_tokens or tail_tokens"
+            )
+
+
+def check_scheme(mode: str | None, k: str | None, v: str | None, path: str = "") -> None:
+    """Refuse names that are no scheme or codec; raises PolicyError at the key below *path*."""
+    prefix = f"{path}." if path else ""
+    key = "mode"
+    try:
+        if mode is not None:
+            parse_scheme(mode)
+        for key, name in (("k", k), ("v", v)):
+            if name is not None:
+                parse_codec(name, key)
+    except UnknownSchemeError as error:
+        raise PolicyError(f"{prefix}{key}", str(error), hint=error.hint) from error
+
+
+def matching(match: Match, layers: Sequence[Layer], path: str) -> frozenset[int]:
+    """Return the indices of the layers that *match* means.
+
+    `first:` and `last:` count the layers that hold a KV cache of their own.
+
+    Raises:
+        PolicyError: it means no layer, or one that the model does not have.
+    """
+    indices = range(len(layers))
+    cached = [
+        layer.index for layer in layers if layer.kind not in (LayerKind.RECURRENT, LayerKind.SHARED)
+    ]
+    if isinstance(match, list):
+        wanted, available = match, list(indices)
+    elif found := _RANGE.fullmatch(match):
+        wanted, available = [*range(int(found[1]), int(found[2]) + 1)], list(indices)
+    elif found := _ENDS.fullmatch(match):
+        count, available = int(found[2]), cached
+        enough = count <= len(cached)
+        ends = cached[:count] if found[1] == "first" else cached[-count:]
+        wanted = ends if enough else []
+    elif match == "all":
+        wanted, available = list(indices), list(indices)
+    else:
+        wanted = [layer.index for layer in layers if layer.kind == match]
+        available = wanted
+    if not wanted or not set(wanted) <= set(available):
+        raise PolicyError(path, f"no such layers: {_shown(match)}", hint=_inventory(layers))
+    return frozenset(wanted)
+
+
+def _check_match(match: Match, path: str) -> None:
+    if isinstance(match, list):
+        known = bool(match) and min(match) >= 0
+    elif found := _RANGE.fullmatch(match):
+        known = int(found[1]) <= int(found[2])
+    else:
+        known = match in ("all", "full", "sliding") or _ENDS.fullmatch(match) is not None
+    if not known:
+        raise PolicyError(path, f"{_shown(match)} means no layers", hint=f"write {_FORMS}")
+
+
+def _shown(match: Match) -> str:
+    return str(match) if isinstance(match, list) else f'"{match}"'
+
+
+def _inventory(layers: Sequence[Layer]) -> str:
+    """Return what there is to match: "this model has layers 0-27: 28 full"."""
+    kinds = [(kind, sum(layer.kind is kind for layer in layers)) for kind in LayerKind]
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds if count)
+    return f"this model has layers 0-{len(layers) - 1}: {counts}"
