@@ -15,7 +15,8 @@ from daemon.config.address import (
 from daemon.config.read import unknown_key
 from daemon.config.source import Source
 from daemon.config.spec import DaemonSpec, ServerSpec
-from daemon.errors import Problem
+from daemon.errors import PolicyError, Problem
+from daemon.policy.matching import check_rules, check_tail
 from daemon.policy.schemes import UnknownSchemeError, parse_cache_type, parse_codec, parse_scheme
 from daemon.policy.spec import KvSpec, LayerRule
 
@@ -73,12 +74,30 @@ def _below(paths: Set[str], key: str) -> bool:
 
 
 def kv_problems(kv: KvSpec, source: Source) -> Iterator[Problem]:
-    """Yield the scheme names of a kv block that name nothing."""
+    """Yield what is wrong with a kv block whatever the model: names of no scheme, rules that set nothing."""
     yield from _scheme_problems(kv, "kv", source)
     yield from _unknown_scheme(_k_cache_type, kv.cache_type_k, "kv.cache_type_k", source)
     yield from _unknown_scheme(_v_cache_type, kv.cache_type_v, "kv.cache_type_v", source)
+    yield from _refused_by(lambda: check_tail(kv.tail_tokens, "tail_tokens"), source)
     for index, rule in enumerate(kv.layers or ()):
         yield from _scheme_problems(rule, f"kv.layers.{index}", source)
+        yield from _refused_by(functools.partial(check_rules, [rule]), source, index)
+
+
+def _refused_by(
+    check: Callable[[], None], source: Source, rule: int | None = None
+) -> Iterator[Problem]:
+    """Yield what *check* refuses; *rule* is the index of the layer rule that stands first in it."""
+    try:
+        check()
+    except PolicyError as error:
+        path = f"kv.{error.path}"
+        if rule is not None:
+            path = path.replace("kv.layers.0", f"kv.layers.{rule}", 1)
+        if source.hides(path):
+            yield source.problem(path, "the environment's value does not fit")
+        else:
+            yield source.problem(path, error.message, error.hint)
 
 
 def policy_problems(kv: KvSpec, source: Source, known: tuple[str, ...]) -> Iterator[Problem]:

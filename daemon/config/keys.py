@@ -135,6 +135,15 @@ def walk(model: Model, prefix: str = "") -> Iterator[tuple[str, Key]]:
             yield from walk(inner, f"{path}.")
 
 
+def blocks_of(model: Model) -> Iterator[Model]:
+    """Yield *model* and the model of every block inside it."""
+    yield model
+    for key in keys_of(model).values():
+        inner = key.shape.model or (key.shape.item.model if key.shape.item else None)
+        if inner is not None:
+            yield from blocks_of(inner)
+
+
 def _shape(annotation: object, metadata: tuple[object, ...] = ()) -> Shape:
     for note in metadata:
         if isinstance(note, BeforeValidator) and note in _UNITS:

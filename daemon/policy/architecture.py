@@ -156,7 +156,7 @@ def _inner(
 ) -> tuple[str, Family, Mapping[str, object]]:
     """Return the family and the keys that describe the language model inside *config*.
 
-    The outer module's name stays: it is what mlx-lm loads.
+    What the outer family says itself wins, and its name stays: it is what mlx-lm loads.
     """
     family = rules.families[name]
     text: Mapping[str, object] = config
@@ -174,8 +174,12 @@ def _inner(
         case by_type:
             text_type = text.get("model_type")
             chosen = rules.families[by_type.get(str(text_type), by_type["*"])]
-    merged = {"defaults": chosen.defaults | family.defaults, "note": family.note or chosen.note}
-    return name, chosen.model_copy(update=merged), text
+    own = {name: getattr(family, name) for name in family.model_fields_set}
+    return (
+        name,
+        chosen.model_copy(update=own | {"defaults": chosen.defaults | family.defaults}),
+        text,
+    )
 
 
 def _layers(family: Family, reader: Reader) -> tuple[Layer, ...]:

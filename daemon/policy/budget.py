@@ -1,1 +1,157 @@
-"""What a policy costs in bytes."""
+"""What a policy costs in bytes: plain arithmetic over the layers, before anything is loaded.
+
+The numbers are those of full buffers. A running worker reports what its buffers really hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from daemon.policy.architecture import Architecture, Layer, LayerKind
+from daemon.policy.matching import TILE_TOKENS
+from daemon.policy.resolve import LayerPlan, ResolvedPolicy
+from daemon.policy.schemes import FP16, Scheme
+
+_EXACT = Scheme(FP16, FP16)
+_EXACT_BYTES = FP16.bits / 8  # of one value in a 16-bit cache
+
+
+@dataclass(frozen=True, slots=True)
+class KvCost:
+    """What one token more of context costs once a sequence is long, and what never grows.
+
+    The first two count the layers that keep every token. *window_bytes* is the most that all layers
+    with a window keep for one sequence; *constant_layers* keep a state whose size only the loaded
+    model knows, the same for every context length.
+    """
+
+    bytes_per_token: float
+    bytes_per_token_fp16: float
+    window_bytes: int
+    constant_layers: int
+
+    @property
+    def compression(self) -> float:
+        """How many times smaller a token is than in a 16-bit cache; 1 where nothing grows."""
+        return self.bytes_per_token_fp16 / self.bytes_per_token if self.bytes_per_token else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Whether weights and KV caches fit into a memory, all in bytes."""
+
+    weights_bytes: int
+    kv_bytes: int
+    memory_bytes: int
+
+    @property
+    def needed_bytes(self) -> int:
+        """What weights and caches take together."""
+        return self.weights_bytes + self.kv_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether they leave the memory at least full."""
+        return self.needed_bytes <= self.memory_bytes
+
+
+def kv_cost(policy: ResolvedPolicy, arch: Architecture) -> KvCost:
+    """Return what a token costs under *policy*, and in a 16-bit cache."""
+    pairs = list(zip(policy.layers, arch.layers, strict=True))
+    windows = [layer for layer in arch.layers if layer.window is not None]
+    return KvCost(
+        bytes_per_token=sum(
+            _token_bytes(layer, plan.effective) for plan, layer in pairs if layer.grows
+        ),
+        bytes_per_token_fp16=sum(
+            _token_bytes(layer, _EXACT) for layer in arch.layers if layer.grows
+        ),
+        window_bytes=sum(_exact_bytes(layer, layer.window or 0) for layer in windows),
+        constant_layers=sum(layer.kind is LayerKind.RECURRENT for layer in arch.layers),
+    )
+
+
+def kv_bytes(
+    policy: ResolvedPolicy, arch: Architecture, *, context_tokens: int, sequences: int = 1
+) -> int:
+    """Return the bytes of *sequences* live sequences of *context_tokens* each.
+
+    Sinks, tail and the tile that is being filled count at 16 bits; layers with a window keep no more
+    than it; the states of recurrent layers, which do not grow, are left out.
+    """
+    pairs = zip(policy.layers, arch.layers, strict=True)
+    return sequences * sum(_layer_bytes(plan, layer, context_tokens) for plan, layer in pairs)
+
+
+def weights_bytes(folder: Path) -> int:
+    """Return the size of the safetensors files of a model's *folder*; 0 when it has none."""
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def fits(
+    policy: ResolvedPolicy,
+    arch: Architecture,
+    *,
+    weights_bytes: int,
+    memory_bytes: int,
+    context_tokens: int,
+    sequences: int = 1,
+) -> Fit:
+    """Return whether a model and *sequences* full contexts fit into *memory_bytes*."""
+    needed = kv_bytes(policy, arch, context_tokens=context_tokens, sequences=sequences)
+    return Fit(weights_bytes=weights_bytes, kv_bytes=needed, memory_bytes=memory_bytes)
+
+
+def longest_context(
+    policy: ResolvedPolicy, arch: Architecture, *, free_bytes: int, most_tokens: int
+) -> int:
+    """Return the longest context, up to *most_tokens*, of which one sequence fits *free_bytes*.
+
+    The answer is 0 or a whole number of tiles, unless it is *most_tokens* itself.
+    """
+    if kv_bytes(policy, arch, context_tokens=most_tokens) <= free_bytes:
+        return most_tokens
+    low, high = 0, most_tokens // TILE_TOKENS  # in tiles; low fits, more than high does not
+    while low < high:
+        middle = (low + high + 1) // 2
+        if kv_bytes(policy, arch, context_tokens=middle * TILE_TOKENS) <= free_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low * TILE_TOKENS
+
+
+def _layer_bytes(plan: LayerPlan, layer: Layer, tokens: int) -> int:
+    if layer.kind in (LayerKind.RECURRENT, LayerKind.SHARED):
+        return 0
+    if layer.window is not None:
+        return _exact_bytes(layer, min(tokens, layer.window))
+    if plan.effective == _EXACT:
+        return _exact_bytes(layer, tokens)
+    packed = _packed_tokens(tokens, plan.tail_tokens)
+    tail = max(0, tokens - packed)
+    slots = -(-packed // TILE_TOKENS) * TILE_TOKENS
+    return round(slots * _token_bytes(layer, plan.effective)) + _exact_bytes(
+        layer, tail + min(plan.sink_tokens, packed)
+    )
+
+
+def _packed_tokens(tokens: int, tail_tokens: int) -> int:
+    """Return how many of *tokens* are packed: whole tiles before the tail, or all without one.
+
+    Slots of sink tokens are among them: they stay unused, so that pages do not depend on the sinks.
+    """
+    if tail_tokens == 0:
+        return tokens
+    return max(0, tokens - tail_tokens) // TILE_TOKENS * TILE_TOKENS
+
+
+def _token_bytes(layer: Layer, scheme: Scheme) -> float:
+    """Return the bytes of one token in *layer*, its scales and an indexer's keys included."""
+    vectors = scheme.k.vector_bytes(layer.head_dim_k) + scheme.v.vector_bytes(layer.head_dim_v)
+    return layer.n_kv_heads * vectors + layer.indexer_dim * _EXACT_BYTES
+
+
+def _exact_bytes(layer: Layer, tokens: int) -> int:
+    return round(tokens * _token_bytes(layer, _EXACT))

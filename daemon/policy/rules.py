@@ -139,7 +139,8 @@ class Family(RuleModel):
         None, description="How the language model's keys are nested in `text_config`."
     )
     inner: str | dict[str, str] | None = Field(
-        None, description="The family of text_config, or one by its model_type (`*`: the rest)."
+        None,
+        description="The family of text_config, or one by its model_type (`*`: the rest); it fills in what this one does not say.",
     )
     layers: tuple[LayerPattern, ...] = Field((All(pattern="all"),))
     window: str | None = Field(None, description="Key of the window of sliding or chunked layers.")

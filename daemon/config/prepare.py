@@ -1,0 +1,337 @@
+"""From a loaded configuration to servers that are ready to be compared and started.
+
+`tqd check`, `tqd diff` and the supervisor all see this result. What is wrong with a model or a policy is
+refused with the place of the key that says it; what is wrong with the machine only blocks a server.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from daemon.config.effects import SERVER_EFFECTS, Effect, effect_of, leaves
+from daemon.config.load import Loaded
+from daemon.config.locate import (
+    Located,
+    ModelFaultError,
+    ModelMissingError,
+    Weights,
+    fingerprint,
+    locate,
+    read_config,
+    read_weights,
+)
+from daemon.config.machine import budget_bytes, memory_bytes
+from daemon.config.source import Source
+from daemon.config.spec import DaemonSpec, ServerSpec, spec_hash
+from daemon.config.wire import Live, WorkerSpec
+from daemon.errors import ConfigError, PolicyError, Problem
+from daemon.log import Level
+from daemon.paths import StateDir, hf_hub_dir
+from daemon.policy.architecture import Architecture, read_architecture
+from daemon.policy.budget import KvCost, kv_bytes, kv_cost, longest_context
+from daemon.policy.resolve import ResolvedPolicy, allowance, request, resolve
+from daemon.policy.rules import AllowEntry
+from daemon.policy.spec import KvRequest
+from daemon.policy.store import load_allowlist
+
+MODEL_MISSING = "model_missing"
+MODEL_FAULT = "model_fault"  # of a disabled server only: an enabled one refuses the whole edit
+FILE_MISSING = "file_missing"
+
+_CONTEXT_WITHOUT_CONFIG = 4096  # tokens, for the few models whose config.json names no limit
+
+
+class Blocked(NamedTuple):
+    """Why a server cannot start on this machine now, and what to do about it."""
+
+    code: str
+    message: str
+    hint: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedServer:
+    """One server with everything known about it before it runs.
+
+    *spec_hash* changes with whatever needs another worker, *live_hash* with the rest; the latter covers
+    the API key and is not for display. *model* is the model as the file names it; *hidden* are the dotted
+    keys whose values must not be shown. Sizes are None while the model or its weights are missing:
+    *kv_bytes* is for `max_concurrent` sequences of *max_context* tokens, *planned_bytes* adds the weights,
+    and *minimum_bytes* has one such sequence only.
+    """
+
+    name: str
+    model: str
+    spec: ServerSpec
+    kv: KvRequest
+    spec_hash: str = ""
+    live_hash: str = ""
+    api_key: str | None = field(default=None, repr=False)
+    model_path: Path | None = None
+    fingerprint: str | None = None
+    architecture: Architecture | None = None
+    allowed: str | None = None
+    resolved: ResolvedPolicy | None = None
+    max_context: int | None = None
+    cost: KvCost | None = None
+    weights_bytes: int | None = None
+    kv_bytes: int | None = None
+    planned_bytes: int | None = None
+    minimum_bytes: int | None = None
+    blocked: Blocked | None = None
+    warnings: tuple[str, ...] = ()
+    hidden: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A configuration that could run: what the supervisor compares with what runs."""
+
+    path: Path
+    daemon: DaemonSpec
+    servers: Mapping[str, PreparedServer]
+    files: tuple[Path, ...]
+    watched: tuple[Path, ...]
+    warnings: tuple[Problem, ...]
+    content_hash: str
+    memory_bytes: int
+    daemon_source: Source = field(repr=False)
+
+
+def prepare(loaded: Loaded, *, state: StateDir, memory: int | None = None) -> Prepared:
+    """Return *loaded* with models found, policies resolved and sizes known.
+
+    *memory* is what the machine has, in bytes; by default it is asked.
+
+    Raises:
+        ConfigError: with every fault of a policy or a model, at the key that says it.
+    """
+    total = memory_bytes() if memory is None else memory
+    models = _Models(hf_hub_dir())
+    allowlist = load_allowlist(state.allowlist)
+    problems: list[Problem] = []
+    servers = {
+        name: server
+        for name in loaded.servers.servers
+        if (server := _prepare(name, loaded, models, allowlist, budget_bytes(total), problems))
+    }
+    if problems:
+        raise ConfigError(problems)
+    return Prepared(
+        path=loaded.servers.path,
+        daemon=loaded.servers.daemon,
+        servers=servers,
+        files=loaded.files,
+        watched=loaded.watched,
+        warnings=loaded.warnings,
+        content_hash=loaded.content_hash,
+        memory_bytes=total,
+        daemon_source=loaded.daemon_source,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What a folder says about the model in it."""
+
+    folder: Path
+    fingerprint: str
+    architecture: Architecture
+    weights: Weights
+
+
+class _Models:
+    """The models of one run, each read once however many servers use it."""
+
+    def __init__(self, hub: Path) -> None:
+        self._hub = hub
+        self._read: dict[Located, _Model] = {}
+
+    def read(self, model: str, revision: str | None) -> _Model:
+        """Return what is known about *model*; raises the errors of daemon.config.locate, PolicyError."""
+        located = locate(model, revision, hub=self._hub)
+        if located not in self._read:
+            architecture = read_architecture(read_config(located.folder))
+            weights = read_weights(located.folder)
+            self._read[located] = _Model(
+                located.folder, fingerprint(located, weights), architecture, weights
+            )
+        return self._read[located]
+
+
+def _prepare(
+    name: str,
+    loaded: Loaded,
+    models: _Models,
+    allowlist: tuple[AllowEntry, ...],
+    budget: int,
+    problems: list[Problem],
+) -> PreparedServer | None:
+    """Return one server, or None after adding to *problems*."""
+    spec, source = loaded.servers.servers[name], loaded.sources[name]
+    try:
+        kv = request(spec.kv, loaded.policies)
+    except PolicyError as error:
+        problems.append(_kv_problem(source, error))
+        return None
+    server = PreparedServer(
+        name=name,
+        model=source.written("model") or spec.model,
+        spec=spec,
+        kv=kv,
+        api_key=loaded.api_keys.get(name),
+        warnings=kv.warnings,
+        hidden=source.hidden,
+    )
+    try:
+        model = models.read(spec.model, spec.revision)
+    except ModelMissingError as error:
+        blocked = Blocked(MODEL_MISSING, error.message, error.hint)
+        return _hashed(replace(server, blocked=blocked))
+    except (ModelFaultError, PolicyError) as error:
+        problem = source.problem("model", error.message, error.hint)
+        return _refused(server, problem, problems)
+    try:
+        server = _resolved(server, model, allowlist, budget)
+    except PolicyError as error:
+        return _refused(server, _kv_problem(source, error), problems)
+    return _hashed(replace(server, blocked=_missing(server, model)))
+
+
+def _refused(
+    server: PreparedServer, problem: Problem, problems: list[Problem]
+) -> PreparedServer | None:
+    """Add *problem*; a disabled server keeps it to itself, so that disabling one is a way out."""
+    if server.spec.enabled:
+        problems.append(problem)
+        return None
+    return _hashed(replace(server, blocked=Blocked(MODEL_FAULT, problem.message, problem.hint)))
+
+
+def _kv_problem(source: Source, error: PolicyError) -> Problem:
+    path = f"kv.{error.path}" if error.path else "kv"
+    if source.hides(path):
+        return source.problem(path, "the environment's value does not fit", None)
+    return source.problem(path, error.message, error.hint)
+
+
+def _resolved(
+    server: PreparedServer, model: _Model, allowlist: tuple[AllowEntry, ...], budget: int
+) -> PreparedServer:
+    """Return *server* with the policy of each layer and its sizes; raises PolicyError."""
+    architecture, spec = model.architecture, server.spec
+    allowed = allowance(architecture.model_type, allowlist, fingerprint=model.fingerprint)
+    resolved = resolve(server.kv, architecture, allowed=allowed)
+    weights_bytes = model.weights.total_bytes or None
+    free = max(0, budget - model.weights.total_bytes)
+    context, context_warnings = _context(spec.max_context, resolved, architecture, free)
+    one = kv_bytes(resolved, architecture, context_tokens=context)
+    full = one * spec.max_concurrent
+    return replace(
+        server,
+        model_path=model.folder,
+        fingerprint=model.fingerprint,
+        architecture=architecture,
+        allowed=allowed,
+        resolved=resolved,
+        max_context=context,
+        cost=kv_cost(resolved, architecture),
+        weights_bytes=weights_bytes,
+        kv_bytes=full,
+        planned_bytes=None if weights_bytes is None else weights_bytes + full,
+        minimum_bytes=None if weights_bytes is None else weights_bytes + one,
+        warnings=(*resolved.warnings, *architecture.notes, *context_warnings),
+    )
+
+
+def _context(
+    wanted: int | None, resolved: ResolvedPolicy, architecture: Architecture, free_bytes: int
+) -> tuple[int, tuple[str, ...]]:
+    """Return the tokens of the longest sequence, and a warning where it is not the model's own number.
+
+    Without a wish it is lowered until one sequence fits; what other servers use never counts.
+    """
+    own = architecture.max_context
+    if wanted is not None:
+        if own is not None and wanted > own:
+            return wanted, (f"max_context {wanted} is more than the model's own {own}",)
+        return wanted, ()
+    if own is None:
+        return _CONTEXT_WITHOUT_CONFIG, (
+            f"config.json names no longest context: max_context {_CONTEXT_WITHOUT_CONFIG} is used",
+        )
+    fitting = longest_context(resolved, architecture, free_bytes=free_bytes, most_tokens=own)
+    if fitting in (0, own):  # 0: the weights alone fill the machine, and no context would help
+        return own, ()
+    return fitting, (f"max_context is lowered from {own} to {fitting}: one sequence must fit here",)
+
+
+def _missing(server: PreparedServer, model: _Model) -> Blocked | None:
+    """Return what the worker would not find: the weights, its interpreter, its chat template."""
+    if not model.weights.files:
+        return Blocked(MODEL_MISSING, "the folder holds no weights (model*.safetensors)", None)
+    for key, path in (("python", server.spec.python), ("chat_template", server.spec.chat_template)):
+        if path is not None and not Path(path).is_file():
+            return Blocked(FILE_MISSING, f"the file of `{key}` is not there", f"correct `{key}`")
+    return None
+
+
+def _hashed(server: PreparedServer) -> PreparedServer:
+    values = leaves(server.spec)
+    by_effect: dict[Effect, dict[str, object]] = {effect: {} for effect in Effect}
+    for path, value in values.items():
+        by_effect[effect_of(path, SERVER_EFFECTS)][path] = value
+    facts = [server.model_path, server.fingerprint, server.allowed, server.max_context]
+    return replace(
+        server,
+        spec_hash=spec_hash(
+            _canonical(by_effect[Effect.RESTART]),
+            server.kv.model_dump_json(exclude={"warnings"}),
+            _canonical(facts),
+        ),
+        live_hash=spec_hash(_canonical(by_effect[Effect.LIVE]), server.api_key or ""),
+    )
+
+
+def _canonical(value: object) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def worker_spec(
+    server: PreparedServer,
+    *,
+    launch: int,
+    nonce: str,
+    log_level: Level = "info",
+    memory_limit_bytes: int | None = None,
+) -> WorkerSpec:
+    """Return what the worker of *server*, which must not be blocked, reads first."""
+    if server.model_path is None:
+        raise ValueError(f"{server.name} has no model to load")
+    return WorkerSpec(
+        name=server.name,
+        launch=launch,
+        nonce=nonce,
+        spec_hash=server.spec_hash,
+        model_path=str(server.model_path),
+        server=_for_worker(server),
+        kv=server.kv,
+        api_key=server.api_key,
+        memory_limit_bytes=memory_limit_bytes,
+        allowed_low_bit_keys=server.allowed,
+        log_level=log_level,
+    )
+
+
+def live_message(server: PreparedServer) -> Live:
+    """Return what tells a running worker of *server* about the keys that change without a restart."""
+    return Live(spec_hash=server.spec_hash, server=_for_worker(server), api_key=server.api_key)
+
+
+def _for_worker(server: PreparedServer) -> ServerSpec:
+    """Return the spec with the context that was planned for, so that the worker does not choose another."""
+    return server.spec.model_copy(update={"max_context": server.max_context})

@@ -1,0 +1,66 @@
+"""What is asked for each layer, before the model has its say: the request, then the layer rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from daemon.policy.architecture import Architecture, Layer, LayerKind
+from daemon.policy.matching import matching
+from daemon.policy.schemes import Scheme, parse_codec, parse_scheme
+from daemon.policy.spec import KvRequest, LayerRule
+
+NO_CACHE = (LayerKind.RECURRENT, LayerKind.SHARED)  # kinds without a KV cache of their own
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is asked for one layer.
+
+    *explicit*: the scheme was written in servers.yaml, not taken from a named policy; *by_rule*: a
+    layer rule for these very layers asks for it.
+    """
+
+    layer: Layer
+    scheme: Scheme
+    explicit: bool
+    by_rule: bool
+    sink_tokens: int
+    tail_tokens: int
+
+
+def wishes(request: KvRequest, arch: Architecture) -> tuple[list[Wish], list[str]]:
+    """Return what is asked for every layer, and warnings about rules without effect.
+
+    Raises:
+        PolicyError: a rule matches no layer, or one that the model does not have.
+    """
+    base = Scheme(parse_codec(request.k, "k"), parse_codec(request.v, "v"))
+    asked = [
+        Wish(layer, base, request.explicit, False, request.sink_tokens, request.tail_tokens)
+        for layer in arch.layers
+    ]
+    warnings = []
+    for i, rule in enumerate(request.layers):
+        matched = matching(rule.match, arch.layers, f"layers.{i}.match")
+        if all(arch.layers[index].kind in NO_CACHE for index in matched):
+            warnings.append(f"layers.{i} has no effect: its layers hold no KV cache of their own")
+        asked = [_ruled(wish, rule) if wish.layer.index in matched else wish for wish in asked]
+    return asked, warnings
+
+
+def _ruled(wish: Wish, rule: LayerRule) -> Wish:
+    """Return *wish* as *rule* changes it. A scheme in a rule was written by someone: explicit."""
+    scheme = parse_scheme(rule.mode) if rule.mode else wish.scheme
+    if rule.k:
+        scheme = replace(scheme, k=parse_codec(rule.k, "k"))
+    if rule.v:
+        scheme = replace(scheme, v=parse_codec(rule.v, "v"))
+    given = bool(rule.mode or rule.k or rule.v)
+    return replace(
+        wish,
+        scheme=scheme,
+        explicit=wish.explicit or given,
+        by_rule=wish.by_rule or (given and rule.match != "all"),
+        sink_tokens=wish.sink_tokens if rule.sink_tokens is None else rule.sink_tokens,
+        tail_tokens=wish.tail_tokens if rule.tail_tokens is None else rule.tail_tokens,
+    )
