@@ -19,7 +19,7 @@ EVENTS = frozenset({
     # daemon
     "daemon.started", "daemon.stopping", "daemon.stopped", "status.unavailable", "control.failed",
     # configuration
-    "config.loaded", "config.rejected", "config.unchanged", "config.pending", "config.stale",
+    "config.loaded", "config.rejected", "config.unchanged", "config.pending", "config.stale", "config.not_saved",
     "plan.applied", "server.updated", "watch.unavailable",
     # workers, as the supervisor sees them
     "worker.started", "worker.loading", "worker.ready", "worker.degraded", "worker.draining", "worker.drain_timed_out",

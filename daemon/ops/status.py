@@ -255,7 +255,6 @@ class View:
     reports: Mapping[str, Report]
     config: ConfigStatus
     reload_mode: str
-    pending: tuple[str, ...]
     desired_source: Callable[[str], str]
     log_path: Callable[[str], Path]
     version: str
@@ -300,7 +299,9 @@ def unready(fleet: Fleet, names: list[str] | None = None) -> dict[str, str]:
         if server is None:
             found[name] = "no server of that name"
         elif server.state is not State.READY:
-            found[name] = f"{server.state}: {server.cause.message}" if server.cause else server.state
+            found[name] = (
+                f"{server.state}: {server.cause.message}" if server.cause else server.state
+            )
     return found
 
 
@@ -322,7 +323,7 @@ def server_status(view: View, server: Server) -> ServerStatus:
         "desired_source": view.desired_source(server.name),
         "state": server.state,
         "state_since": moment(view.wall(server.since)),
-        "reason": cause.message if cause else _waiting(server),
+        "reason": cause.message if cause else _waiting(view, server),
         "reason_code": cause.code if cause else None,
         "hint": cause.hint if cause else None,
         "health": {
@@ -404,7 +405,7 @@ def _config(view: View) -> ConfigSection:
         "reload": view.reload_mode,
         "errors": [problem_status(problem) for problem in config.problems],
         "warnings": list(config.warnings),
-        "pending": list(view.pending),
+        "pending": list(config.pending),
     }
 
 
@@ -412,11 +413,10 @@ def _epoch(seconds: float | None) -> str | None:
     return None if seconds is None else moment(datetime.fromtimestamp(seconds, UTC))
 
 
-def _waiting(server: Server) -> str | None:
-    if server.leftover is not None:
-        return f"waiting for pid {server.leftover} of an earlier daemon to end"
+def _waiting(view: View, server: Server) -> str | None:
     if server.queued:
-        return "waiting for its turn to load"
+        left = view.fleet.leftovers.get(server.name)
+        return f"waiting for pid {left} of an earlier daemon to end" if left else "waiting to load"
     if server.state is State.STOPPED and not server.spec.enabled:
         return "disabled in servers.yaml"
     if server.worker is not None and server.worker.ending is not None:

@@ -26,6 +26,7 @@ class Change(TypedDict):
     action: str
     server: str
     changes: list[str]
+    text: str
 
 
 class Verdict(TypedDict):
@@ -61,14 +62,21 @@ class ControlSocket:
     def __init__(self, path: Path, commands: Commands) -> None:
         self._path = path
         self._commands = commands
+        self._socket: socket.socket | None = None
         self._runner: web.AppRunner | None = None
 
-    async def open(self) -> None:
-        """Start to listen.
+    def bind(self) -> None:
+        """Listen; whoever connects waits until `serve`.
 
         Raises:
             TqdError: the place of the socket is taken, or others could write to it.
         """
+        self._socket = _listen(self._path)
+
+    async def serve(self) -> None:
+        """Begin to answer."""
+        if self._socket is None:
+            raise ValueError("bind first")
         app = web.Application(middlewares=[self._answer_errors])
         app.add_routes(
             [
@@ -81,18 +89,18 @@ class ControlSocket:
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
-        await web.SockSite(self._runner, _listen(self._path)).start()
+        await web.SockSite(self._runner, self._socket).start()
 
     async def close(self) -> None:
         """Stop listening and remove the socket."""
         if self._runner is not None:
             await self._runner.cleanup()
+        if self._socket is not None:
+            self._socket.close()
             self._path.unlink(missing_ok=True)
 
     @web.middleware
-    async def _answer_errors(
-        self, request: web.Request, handler: Handler
-    ) -> web.StreamResponse:
+    async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
         except ConfigError as error:

@@ -32,8 +32,8 @@ class Instance:
         self._state = state
         self._fd: int | None = None
 
-    def acquire(self, control: Path) -> None:
-        """Take the lock, and leave word of where this daemon listens.
+    def acquire(self) -> None:
+        """Take the lock.
 
         Raises:
             AlreadyRunningError: another daemon has it.
@@ -50,9 +50,15 @@ class Instance:
                 f"a daemon already runs{who} for {self._state.root}",
                 hint="`tqd status` shows it; another --state-dir is another daemon",
             ) from error
-        os.ftruncate(fd, 0)
-        os.write(fd, json.dumps({"pid": os.getpid(), "control": str(control)}).encode())
         self._fd = fd
+        self.announce(self._state.socket)
+
+    def announce(self, control: Path) -> None:
+        """Leave word in the lock of who holds it, and where that daemon listens."""
+        if self._fd is not None:
+            word = json.dumps({"pid": os.getpid(), "control": str(control)}).encode()
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, word, 0)
 
     def release(self) -> None:
         """Give the lock back."""

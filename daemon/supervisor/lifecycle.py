@@ -127,8 +127,6 @@ class Server:
     since: float = 0.0
     cause: Cause | None = None
     worker: Worker | None = None
-    leftover: int | None = None
-    """The pid of a worker of an earlier daemon; nothing is launched while it lives."""
     launches: int = 0
     attempt_at: float | None = None
     """When `backoff` ends, or when the cause of `blocked` is looked at again."""
@@ -198,13 +196,6 @@ class Block:
 @dataclass(frozen=True, slots=True)
 class Unblock:
     """What kept it from starting is gone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Leftover:
-    """A worker of an earlier daemon still lives (*pid*), or is gone (None)."""
-
-    pid: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +290,7 @@ class Slept:
 
 
 Event = (
-    Start | Stop | Restart | Hurry | Replace | Update | Block | Unblock | Leftover | Grant | Spawned | SpawnFailed
+    Start | Stop | Restart | Hurry | Replace | Update | Block | Unblock | Grant | Spawned | SpawnFailed
     | Hello | Progress | Ready | Beat | Garbled | Exited | Tick | Slept
 )  # fmt: skip
 
@@ -374,8 +365,6 @@ def step(server: Server, event: Event, now: float) -> Result:
             return _block(server, cause, now)
         case Unblock():
             return _queue(server, now) if server.state is State.BLOCKED else (server, ())
-        case Leftover(pid):
-            return replace(server, leftover=pid), ()
         case Grant(nonce):
             return _grant(server, nonce, now)
         case Tick():
@@ -475,7 +464,7 @@ def _queue(server: Server, now: float) -> Result:
 
 
 def _grant(server: Server, nonce: str, now: float) -> Result:
-    if not server.queued or server.leftover is not None:
+    if not server.queued:
         return server, ()
     launch = server.launches + 1
     worker = Worker(launch, nonce, server.spec_hash, server.address, started_at=now, moved_at=now)

@@ -91,6 +91,30 @@ class LogWriter:
             file.close()
 
 
+class LogStream:
+    """A log file as something to print to, for the daemon's own log."""
+
+    def __init__(self, path: Path, rotation: Rotation) -> None:
+        self.rotation = rotation
+        self._file = _LogFile(path)
+        self._line = ""
+
+    def write(self, text: str) -> int:
+        """Take in *text*; a line is written when it is complete."""
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            with contextlib.suppress(OSError):  # a full disk must not end the daemon
+                self._file.append(f"{line}\n".encode(), self.rotation)
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing waits here."""
+
+    def isatty(self) -> bool:
+        """A file is no terminal."""
+        return False
+
+
 class _LogFile:
     """One log file, reopened whenever somebody moved or removed it."""
 

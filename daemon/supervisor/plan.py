@@ -28,6 +28,8 @@ class Fleet:
     """No longer in the file: forgotten once their process is gone."""
     waits: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """server → servers whose memory it waits for."""
+    leftovers: Mapping[str, int] = field(default_factory=dict)
+    """server → pid of a worker of an earlier daemon; nothing of that name is launched while it lives."""
     closing: bool = False
 
 
@@ -50,17 +52,8 @@ class Remove:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """The entry needs a new worker."""
-
-    name: str
-    spec: ServerSpec
-    spec_hash: str
-
-
-@dataclass(frozen=True, slots=True)
-class Add:
-    """The entry is new; *blocked* says why it cannot start now."""
+class Put:
+    """The entry is new, or needs another worker; *blocked* says why it cannot start now."""
 
     name: str
     spec: ServerSpec
@@ -81,8 +74,15 @@ class Adjust:
 class Apply:
     """An accepted edit, whole. Removals come first, so that what they free is there for additions."""
 
-    changes: tuple[Remove | Change | Add | Adjust, ...]
+    changes: tuple[Remove | Put | Adjust, ...]
     max_parallel_loads: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeftoverGone:
+    """The earlier daemon's worker of server *name* is gone."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,12 @@ class Close:
     """The daemon ends: stop every worker, launch nothing any more. What is desired stays."""
 
 
-Event = Told | Apply | Passed | Woke | Close
+@dataclass(frozen=True, slots=True)
+class Hasten:
+    """Whoever ends the daemon has run out of patience: no more waiting for running requests."""
+
+
+Event = Told | Apply | LeftoverGone | Passed | Woke | Close | Hasten
 
 
 def step(fleet: Fleet, event: Event, now: float) -> tuple[Fleet, tuple[Effect, ...]]:
@@ -113,6 +118,9 @@ def step(fleet: Fleet, event: Event, now: float) -> tuple[Fleet, tuple[Effect, .
             turn.tell(name, news)
         case Apply():
             turn.apply(event)
+        case LeftoverGone(name):
+            left = {other: pid for other, pid in fleet.leftovers.items() if other != name}
+            turn.fleet = replace(fleet, leftovers=left)
         case Passed():
             turn.tell_all(lifecycle.Tick())
         case Woke(gap_s):
@@ -120,6 +128,8 @@ def step(fleet: Fleet, event: Event, now: float) -> tuple[Fleet, tuple[Effect, .
         case Close():
             turn.fleet = replace(turn.fleet, closing=True)
             turn.tell_all(lifecycle.Stop())
+        case Hasten():
+            turn.tell_all(lifecycle.Hurry())
     turn.forget_removed()
     turn.launch()
     return turn.fleet, tuple(turn.effects)
@@ -166,34 +176,30 @@ class _Turn:
                 case Remove(name):
                     self.fleet = replace(self.fleet, removed=self.fleet.removed | {name})
                     self.tell(name, lifecycle.Stop())
-                case Change(name, spec, spec_hash):
-                    self.tell(name, lifecycle.Replace(spec, spec_hash))
-                case Add():
-                    self._add(change, freed)
+                case Put():
+                    self._put_entry(change, freed)
                 case Adjust(name, spec):
                     self.tell(name, lifecycle.Update(spec))
 
-    def _add(self, change: Add, freed: frozenset[str]) -> None:
+    def _put_entry(self, change: Put, freed: frozenset[str]) -> None:
         name = change.name
-        if name in self.fleet.servers:  # removed a moment ago, its worker still ends
-            self.fleet = replace(self.fleet, removed=self.fleet.removed - {name})
-            self.tell(name, lifecycle.Replace(change.spec, change.spec_hash))
-        else:
+        if name not in self.fleet.servers:
             self._put(Server(name, change.spec, change.spec_hash, since=self.now))
-        if freed - {name}:
-            self.fleet = replace(self.fleet, waits={**self.fleet.waits, name: freed - {name}})
-        if change.desired is Desired.RUNNING:
-            self.tell(name, lifecycle.Start())
-            if change.blocked is not None:
-                self.tell(name, lifecycle.Block(change.blocked))
+            if freed:
+                self.fleet = replace(self.fleet, waits={**self.fleet.waits, name: freed})
+        self.fleet = replace(self.fleet, removed=self.fleet.removed - {name})
+        if change.desired is Desired.STOPPED:
+            self.tell(name, lifecycle.Stop())
+            self.tell(name, lifecycle.Replace(change.spec, change.spec_hash))
+            return
+        self.tell(name, lifecycle.Replace(change.spec, change.spec_hash))
+        self.tell(name, lifecycle.Start())
+        if change.blocked is not None:
+            self.tell(name, lifecycle.Block(change.blocked))
 
     def forget_removed(self) -> None:
         servers = self.fleet.servers
-        gone = {
-            name
-            for name in self.fleet.removed & servers.keys()
-            if servers[name].worker is None and servers[name].leftover is None
-        }
+        gone = {name for name in self.fleet.removed & servers.keys() if not servers[name].worker}
         if gone:
             self.fleet = replace(
                 self.fleet,
@@ -218,7 +224,7 @@ class _Turn:
                 self.tell(server.name, lifecycle.Grant(self._nonce(server)))
 
     def _may_launch(self, server: Server) -> bool:
-        if server.leftover is not None:
+        if server.name in self.fleet.leftovers:
             return False
         waits = self.fleet.waits.get(server.name, frozenset())
         return not any(

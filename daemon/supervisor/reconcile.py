@@ -17,7 +17,7 @@ from typing import assert_never
 from structlog.typing import FilteringBoundLogger
 
 from daemon.config import wire
-from daemon.config.prepare import PreparedServer, worker_spec
+from daemon.config.prepare import PreparedServer, live_message, worker_spec
 from daemon.config.spec import DaemonSpec
 from daemon.log import get_logger
 from daemon.supervisor import lifecycle, plan
@@ -62,10 +62,11 @@ class Reconciler:
         sockets: Sockets,
         log_path: Callable[[str, DaemonSpec], Path],
         clock: Callable[[], float],
+        leftovers: Mapping[str, int],
         turned: Callable[[], None],
         recheck: Callable[[], None],
     ) -> None:
-        self.fleet = Fleet(boot=secrets.token_hex(16))
+        self.fleet = Fleet(boot=secrets.token_hex(16), leftovers=leftovers)
         self.wanted = Wanted()
         self._sockets = sockets
         self._log_path = log_path
@@ -77,7 +78,11 @@ class Reconciler:
 
     def post(self, name: str, event: lifecycle.Event) -> None:
         """Put *event* about server *name* in the queue."""
-        self._queue.put_nowait(_Job(Told(name, event)))
+        self.tell(Told(name, event))
+
+    def tell(self, event: plan.Event) -> None:
+        """Put *event* in the queue."""
+        self._queue.put_nowait(_Job(event))
 
     async def submit(self, event: plan.Event, wanted: Wanted | None = None) -> None:
         """Put *event* in the queue and wait until it is dealt with; *wanted* is in force from then on."""
@@ -134,13 +139,7 @@ class Reconciler:
                 self.workers.send(name, launch, wire.Drain(timeout_s=timeout_s))
             case lifecycle.SendLive(name, launch):
                 server = self.wanted.servers[name]
-                self.workers.send(
-                    name,
-                    launch,
-                    wire.Live(
-                        spec_hash=server.live_hash, server=server.spec, api_key=server.api_key
-                    ),
-                )
+                self.workers.send(name, launch, live_message(server))
             case lifecycle.SendSignal(name, launch, signal):
                 self.workers.signal(name, launch, signal)
             case lifecycle.Recheck(name):

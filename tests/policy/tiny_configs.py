@@ -31,7 +31,12 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 SLIDING = ["sliding_attention", "sliding_attention", "full_attention"] * 2
 ROPE = {kind: {"rope_theta": 10000.0, "rope_type": "default"} for kind in {*SLIDING}}
-MUP = {"embedding_multiplier": 1.0, "attention_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0}
+MUP = {
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "logits_scaling": 1.0,
+    "residual_multiplier": 1.0,
+}
 LFM2 = {
     "conv_bias": True, "conv_L_cache": 3, "block_dim": 64, "block_multiple_of": 16, "block_ffn_dim_multiplier": 1.0,
     "block_auto_adjust_ff_dim": False, "block_ff_dim": 32, "use_expert_bias": True, "num_dense_layers": 2,
@@ -45,9 +50,7 @@ KDA = {
     "model_max_length": 512,
 }  # fmt: skip
 NANO = {"n_embd": 64, "n_head": 4, "n_layer": 6, "n_positions": 512, "n_ctx": 512, "n_inner": 128}
-NO_COMMON = {
-    key: None for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
-}  # fmt: skip
+NO_COMMON = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"))  # fmt: skip
 
 
 def nested(**changes: Any) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from daemon.supervisor.lifecycle import (
     Grant,
     Hello,
     Hurry,
-    Leftover,
     Progress,
     Ready,
     Replace,
@@ -438,14 +437,6 @@ def test_a_live_change_reaches_the_worker_and_its_timers(machine: Machine) -> No
     assert machine(Exited(1, 1)).state is State.FAILED
 
 
-def test_a_left_over_worker_delays_the_launch(machine: Machine) -> None:
-    machine(Leftover(77), Start(), Grant("n"))
-    assert (machine.server.queued, machine.effects) == (True, [])
-
-    machine(Leftover(None), Grant("n"))
-    assert machine.effects == [Spawn("chat", 1, "n")]
-
-
 # --- every state, every event --------------------------------------------------------------------
 
 NO_PROCESS = {State.STOPPED, State.BLOCKED, State.BACKOFF, State.FAILED}
@@ -475,7 +466,7 @@ POSSIBLE: dict[State, set[State]] = {
 
 EVENTS: list[lifecycle.Event] = [
     *(Start(), Stop(), Restart(), Hurry(), Replace(SPEC, "hash-1"), Replace(SPEC, "hash-2")),
-    *(Update(SPEC), Block(IN_USE), Unblock(), Leftover(9), Leftover(None), Grant("n2")),
+    *(Update(SPEC), Block(IN_USE), Unblock(), Grant("n2")),
     *(Spawned(1, 40), SpawnFailed(1, IN_USE), SpawnFailed(1, Cause("spawn_failed", "x"))),
     *(Hello(1, "n", 1), Hello(1, "x", 1), Progress(1, "weights", 0.7), Garbled(1, "x")),
     *(Ready(1, "n", "hash-1"), Ready(1, "n", "hash-2"), Beat(1, 0), Beat(1, 9), Tick(), Slept(9.0)),

@@ -19,7 +19,6 @@ from daemon.supervisor.lifecycle import (
     Exited,
     Hello,
     Hurry,
-    Leftover,
     Ready,
     Restart,
     SendDrain,
@@ -30,7 +29,17 @@ from daemon.supervisor.lifecycle import (
     State,
     Stop,
 )
-from daemon.supervisor.plan import Add, Apply, Change, Close, Fleet, Passed, Remove, Told, listeners
+from daemon.supervisor.plan import (
+    Apply,
+    Close,
+    Fleet,
+    LeftoverGone,
+    Passed,
+    Put,
+    Remove,
+    Told,
+    listeners,
+)
 
 GRACE_S = 7.0
 
@@ -46,8 +55,8 @@ def spec(port: int) -> ServerSpec:
     )
 
 
-def add(name: str, port: int, desired: Desired = Desired.RUNNING) -> Add:
-    return Add(name, spec(port), f"{name}-1", desired)
+def put(name: str, port: int, version: int = 1, desired: Desired = Desired.RUNNING) -> Put:
+    return Put(name, spec(port), f"{name}-{version}", desired)
 
 
 @dataclass
@@ -69,7 +78,7 @@ class World:
     def tell(self, name: str, event: lifecycle.Event) -> None:
         self.do(Told(name, event))
 
-    def apply(self, *changes: Add | Remove | Change, parallel: int = 1) -> None:
+    def apply(self, *changes: Put | Remove, parallel: int = 1) -> None:
         self.do(Apply(changes, parallel))
 
     def load(self, name: str) -> None:
@@ -109,7 +118,7 @@ class World:
 
 def test_models_load_one_after_another_in_the_order_of_the_file() -> None:
     world = World()
-    world.apply(add("zeta", 1), add("alpha", 2), add("mid", 3))
+    world.apply(put("zeta", 1), put("alpha", 2), put("mid", 3))
     assert world.spawned() == ["zeta"]
 
     world.load("zeta")
@@ -119,33 +128,33 @@ def test_models_load_one_after_another_in_the_order_of_the_file() -> None:
 
 def test_max_parallel_loads_may_be_more_than_one() -> None:
     world = World()
-    world.apply(add("a", 1), add("b", 2), add("c", 3), parallel=2)
+    world.apply(put("a", 1), put("b", 2), put("c", 3), parallel=2)
     assert world.spawned() == ["a", "b"]
 
 
 def test_a_server_that_is_blocked_from_the_start_lets_the_others_pass() -> None:
     world = World()
     missing = Cause("model_missing", "no such folder")
-    world.apply(Add("a", spec(1), "h", Desired.RUNNING, missing), add("b", 2))
+    world.apply(Put("a", spec(1), "h", Desired.RUNNING, missing), put("b", 2))
     assert world.states() == {"a": "blocked", "b": "starting"}
     assert world.spawned() == ["b"]
 
 
 def test_a_crash_while_loading_frees_the_turn() -> None:
     world = World()
-    world.apply(add("a", 1), add("b", 2))
+    world.apply(put("a", 1), put("b", 2))
     world.exit("a", 1)
     assert world.spawned() == ["a", "b"]
 
 
 def test_an_edit_touches_only_the_servers_it_names() -> None:
     world = World()
-    world.apply(add("a", 1), add("b", 2))
+    world.apply(put("a", 1), put("b", 2))
     world.load("a")
     world.load("b")
     before = world.fleet.servers["b"]
 
-    world.apply(Change("a", spec(1), "a-2"))
+    world.apply(put("a", 1, 2))
 
     assert world.fleet.servers["b"] == before
     assert world.states()["a"] == "draining"
@@ -153,9 +162,9 @@ def test_an_edit_touches_only_the_servers_it_names() -> None:
 
 def test_additions_wait_for_what_removals_free() -> None:
     world = World()
-    world.apply(add("old", 1))
+    world.apply(put("old", 1))
     world.load("old")
-    world.apply(Remove("old"), add("new", 2))
+    world.apply(Remove("old"), put("new", 2))
     assert world.spawned() == ["old"]
 
     world.exit("old", 0)
@@ -165,10 +174,10 @@ def test_additions_wait_for_what_removals_free() -> None:
 
 def test_two_servers_swap_ports_without_sharing_one() -> None:
     world = World()
-    world.apply(add("a", 1), add("b", 2), parallel=2)
+    world.apply(put("a", 1), put("b", 2), parallel=2)
     world.load("a")
     world.load("b")
-    world.apply(Change("a", spec(2), "a-2"), Change("b", spec(1), "b-2"), parallel=2)
+    world.apply(put("a", 2, 2), put("b", 1, 2), parallel=2)
 
     world.exit("a", 0)
     assert world.spawned() == ["a", "b"]  # b's old worker still listens on port 2
@@ -177,31 +186,41 @@ def test_two_servers_swap_ports_without_sharing_one() -> None:
     assert world.spawned() == ["a", "b", "a", "b"]
 
 
+def test_an_edit_that_disables_a_server_stops_it_and_keeps_the_entry() -> None:
+    world = World()
+    world.apply(put("a", 1))
+    world.load("a")
+    world.apply(put("a", 1, 2, Desired.STOPPED))
+    world.exit("a", 0)
+    assert world.states() == {"a": "stopped"}
+
+    world.apply(put("a", 1, 3))
+    assert world.spawned() == ["a", "a"]
+
+
 def test_a_removed_server_that_comes_back_is_started_again() -> None:
     world = World()
-    world.apply(add("a", 1))
+    world.apply(put("a", 1))
     world.load("a")
     world.apply(Remove("a"))
-    world.apply(add("a", 1))
+    world.apply(put("a", 1))
     world.exit("a", 0)
     assert world.spawned() == ["a", "a"]
 
 
-def test_a_removed_server_is_remembered_while_a_left_over_lives() -> None:
-    world = World()
-    world.apply(add("a", 1))
-    world.exit("a", 78)
-    world.tell("a", Leftover(9))
-    world.apply(Remove("a"))
-    assert "a" in world.fleet.servers
+def test_nothing_is_launched_beside_a_worker_of_an_earlier_daemon() -> None:
+    world = World(Fleet(boot="boot", leftovers={"a": 77}))
+    world.apply(put("a", 1), put("b", 2))
+    assert world.spawned() == ["b"]
 
-    world.tell("a", Leftover(None))
-    assert "a" not in world.fleet.servers
+    world.load("b")
+    world.do(LeftoverGone("a"))
+    assert world.spawned() == ["b", "a"]
 
 
 def test_closing_stops_everything_and_launches_nothing() -> None:
     world = World()
-    world.apply(add("a", 1), add("b", 2), add("c", 3))
+    world.apply(put("a", 1), put("b", 2), put("c", 3))
     world.load("a")
     world.do(Close())
     world.exit("b", -15)
@@ -218,7 +237,7 @@ def test_nonces_differ_between_servers_launches_and_daemons() -> None:
     nonces = set()
     for boot in ("one", "two"):
         world = World(Fleet(boot=boot))
-        world.apply(add("a", 1), add("b", 2), parallel=2)
+        world.apply(put("a", 1), put("b", 2), parallel=2)
         world.exit("a", 1)
         world.tell("a", Start())
         nonces |= {effect.nonce for effect in world.effects if isinstance(effect, Spawn)}
@@ -228,7 +247,7 @@ def test_nonces_differ_between_servers_launches_and_daemons() -> None:
 def test_a_socket_is_open_exactly_while_a_server_runs_or_is_about_to() -> None:
     here = Address("127.0.0.1", 1)
     world = World()
-    world.apply(add("a", 1))
+    world.apply(put("a", 1))
     assert listeners(world.fleet)[here].away is None
 
     world.exit("a", 1)
@@ -243,9 +262,9 @@ def test_a_socket_is_open_exactly_while_a_server_runs_or_is_about_to() -> None:
 
 def test_a_new_port_is_held_while_the_old_worker_drains() -> None:
     world = World()
-    world.apply(add("a", 1))
+    world.apply(put("a", 1))
     world.load("a")
-    world.apply(Change("a", spec(2), "a-2"))
+    world.apply(put("a", 2, 2))
     assert {it.port for it in listeners(world.fleet)} == {1, 2}
 
     world.exit("a", 0)
@@ -261,8 +280,8 @@ class RandomHistory(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World()
-        self.world.apply(*(add(name, port) for name, port in PORTS.items()))
+        self.world = World(Fleet(boot="boot", leftovers={"b": 77}))
+        self.world.apply(*(put(name, port) for name, port in PORTS.items()))
         self.version = 1
 
     @rule(
@@ -276,11 +295,11 @@ class RandomHistory(RuleBasedStateMachine):
     def the_port_is_taken(self, name: str) -> None:
         self.world.tell(name, Block(Cause("port_in_use", "taken")))
 
-    @rule(name=NAMES, port=st.sampled_from([1, 2, 3, 4]))
-    def an_edit_replaces(self, name: str, port: int) -> None:
+    @rule(name=NAMES, port=st.sampled_from([1, 2, 3, 4]), desired=st.sampled_from(Desired))
+    def an_edit_replaces(self, name: str, port: int, desired: Desired) -> None:
         if all(it.address.port != port for it in self.world.fleet.servers.values()):
             self.version += 1
-            self.world.apply(Change(name, spec(port), f"{name}-{self.version}"))
+            self.world.apply(put(name, port, self.version, desired))
 
     @rule(name=NAMES, parallel=st.integers(1, 3))
     def an_edit_removes_or_adds(self, name: str, parallel: int) -> None:
@@ -288,11 +307,11 @@ class RandomHistory(RuleBasedStateMachine):
         if name in fleet.servers and name not in fleet.removed:
             self.world.apply(Remove(name), parallel=parallel)
         elif all(it.address.port != PORTS[name] for it in fleet.servers.values()):
-            self.world.apply(add(name, PORTS[name]), parallel=parallel)
+            self.world.apply(put(name, PORTS[name]), parallel=parallel)
 
-    @rule(name=NAMES, leftover=st.sampled_from([Leftover(7), Leftover(None)]))
-    def an_old_worker_shows(self, name: str, leftover: Leftover) -> None:
-        self.world.tell(name, leftover)
+    @rule(name=NAMES)
+    def a_left_over_worker_ends(self, name: str) -> None:
+        self.world.do(LeftoverGone(name))
 
     @rule(name=NAMES)
     def a_worker_says_hello(self, name: str) -> None:
@@ -334,6 +353,10 @@ class RandomHistory(RuleBasedStateMachine):
         assert known == self.world.alive.keys()
 
     @invariant()
+    def no_worker_beside_a_left_over(self) -> None:
+        assert not {name for name, _ in self.world.alive} & self.world.fleet.leftovers.keys()
+
+    @invariant()
     def no_two_workers_share_an_address(self) -> None:
         addresses = [
             it.worker.address for it in self.world.fleet.servers.values() if it.worker is not None
@@ -369,7 +392,7 @@ TestRandomHistory = RandomHistory.TestCase
 
 def test_a_drained_worker_is_told_before_it_is_signalled() -> None:
     world = World()
-    world.apply(add("a", 1))
+    world.apply(put("a", 1))
     world.load("a")
     world.tell("a", Stop())
     world.now = 5.0
