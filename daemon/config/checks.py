@@ -12,7 +12,7 @@ from daemon.config.address import (
     is_loopback,
     parse_endpoint,
 )
-from daemon.config.read import unknown_key
+from daemon.config.read import ENVIRONMENT_MISFIT, unknown_key
 from daemon.config.source import Source
 from daemon.config.spec import DaemonSpec, ServerSpec
 from daemon.errors import PolicyError, Problem
@@ -66,14 +66,14 @@ def server_problems(
     ):
         if seconds <= 0:
             yield source.problem(path, "expected more than 0s")
-    yield from kv_problems(spec.kv, source)
+    yield from kv_problems(spec.kv, source, refused)
 
 
 def _below(paths: Set[str], key: str) -> bool:
     return any(path == key or path.startswith(f"{key}.") for path in paths)
 
 
-def kv_problems(kv: KvSpec, source: Source) -> Iterator[Problem]:
+def kv_problems(kv: KvSpec, source: Source, refused: Set[str] = frozenset()) -> Iterator[Problem]:
     """Yield what is wrong with a kv block whatever the model: names of no scheme, rules that set nothing."""
     yield from _scheme_problems(kv, "kv", source)
     yield from _unknown_scheme(_k_cache_type, kv.cache_type_k, "kv.cache_type_k", source)
@@ -81,7 +81,8 @@ def kv_problems(kv: KvSpec, source: Source) -> Iterator[Problem]:
     yield from _refused_by(lambda: check_tail(kv.tail_tokens, "tail_tokens"), source)
     for index, rule in enumerate(kv.layers or ()):
         yield from _scheme_problems(rule, f"kv.layers.{index}", source)
-        yield from _refused_by(functools.partial(check_rules, [rule]), source, index)
+        if not _below(refused, f"kv.layers.{index}"):
+            yield from _refused_by(functools.partial(check_rules, [rule]), source, index)
 
 
 def _refused_by(
@@ -95,7 +96,7 @@ def _refused_by(
         if rule is not None:
             path = path.replace("kv.layers.0", f"kv.layers.{rule}", 1)
         if source.hides(path):
-            yield source.problem(path, "the environment's value does not fit")
+            yield source.problem(path, ENVIRONMENT_MISFIT)
         else:
             yield source.problem(path, error.message, error.hint)
 
@@ -104,8 +105,10 @@ def policy_problems(kv: KvSpec, source: Source, known: tuple[str, ...]) -> Itera
     """Yield the policy name of a kv block when there is no such policy."""
     if kv.policy not in known:
         _, hint = unknown_key(kv.policy, known)
-        shown = "" if source.hides("kv.policy") else f' "{kv.policy}"'
-        yield source.problem("kv.policy", f"unknown policy{shown}", hint if shown else None)
+        if source.hides("kv.policy"):
+            yield source.problem("kv.policy", ENVIRONMENT_MISFIT, f"one of {', '.join(known)}")
+        else:
+            yield source.problem("kv.policy", f'unknown policy "{kv.policy}"', hint)
 
 
 def _scheme_problems(block: KvSpec | LayerRule, path: str, source: Source) -> Iterator[Problem]:
@@ -129,7 +132,7 @@ def _unknown_scheme(
         parse(name)
     except UnknownSchemeError as error:
         if source.hides(path):
-            yield source.problem(path, "the environment's value names no scheme")
+            yield source.problem(path, ENVIRONMENT_MISFIT)
         else:
             yield source.problem(path, str(error), error.hint)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 
 from daemon.config.effects import DAEMON_EFFECTS, Effect, effect_of, leaves
@@ -133,18 +133,26 @@ def _changes(before: PreparedServer, after: PreparedServer) -> Iterator[Change]:
     old, new = leaves(before.spec), leaves(after.spec)
     changed = [path for path in old | new if old.get(path) != new.get(path)]
     for path in changed:
-        if path.partition(".")[0] in _SECRET or path in before.hidden | after.hidden:
+        if _is_hidden(path, before.hidden | after.hidden):
             yield Change(path, HIDDEN, HIDDEN)
         else:
             yield Change(path, _text(old.get(path)), _text(new.get(path)))
-    if "api_key" not in changed and before.api_key != after.api_key:
+    if not _touches(changed, "api_key") and before.api_key != after.api_key:
         yield Change("api_key", HIDDEN, HIDDEN)  # the content of its file
-    if not any(path == "kv" or path.startswith("kv.") for path in changed):
+    if not _touches(changed, "kv"):
         yield from _policy_changes(before, after)
     if "model" not in changed and before.fingerprint != after.fingerprint:
         yield Change("model", _model(before), _model(after))
     if "max_context" not in changed and before.max_context != after.max_context:
         yield Change("max_context", _text(before.max_context), _text(after.max_context))
+
+
+def _touches(paths: Iterable[str], key: str) -> bool:
+    return any(path == key or path.startswith(f"{key}.") for path in paths)
+
+
+def _is_hidden(path: str, hidden: Set[str]) -> bool:
+    return path.partition(".")[0] in _SECRET or _touches(hidden, path)
 
 
 def _policy_changes(before: PreparedServer, after: PreparedServer) -> Iterator[Change]:

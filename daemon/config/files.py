@@ -33,15 +33,6 @@ def read_file(path: Path) -> bytes:
     return content
 
 
-def read_text(path: Path) -> str:
-    """Return the content of *path* as text.
-
-    Raises:
-        UnreadableError: it cannot be read, or is not UTF-8.
-    """
-    return decode(read_file(path))
-
-
 def decode(content: bytes) -> str:
     """Return *content* as text.
 

@@ -40,6 +40,22 @@ SAME_AS_DEFAULT: Mapping[tuple[Model, str], frozenset[str]] = {
 }
 
 
+# What to write, where the type alone does not say it.
+HINTS: Mapping[tuple[Model, str], str] = {
+    (DaemonSpec, "status"): "host:port, such as 127.0.0.1:8700",
+    (ServerSpec, "cors_origins"): "[localhost]",
+    (ServerSpec, "aliases"): "[qwen]",
+    (ServerSpec, "kv"): "kv: {policy: balanced}",
+}
+# What stands for a required key that is missing or wrong while the rest is checked.
+STAND_INS: Mapping[tuple[Model, str], str | int] = {
+    (ServerSpec, "model"): "-",
+    (ServerSpec, "port"): 1,
+    (LayerRule, "match"): "all",
+    (ApiKeyFile, "file"): "-",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What one value may be; several members are a union."""
@@ -80,6 +96,8 @@ class Key:
     shape: Shape
     field: FieldInfo
     accepted: frozenset[str]
+    stand_in: str | int | None
+    hint: str | None
     path: bool
     model_path: bool
     secret: bool
@@ -116,6 +134,8 @@ def keys_of(model: Model) -> Mapping[str, Key]:
             shape=_shape(field.annotation, tuple(field.metadata)),
             field=field,
             accepted=SAME_AS_DEFAULT.get((model, name), frozenset()),
+            stand_in=STAND_INS.get((model, name)),
+            hint=HINTS.get((model, name)),
             path=(model, name) in PATHS,
             model_path=(model, name) in MODELS,
             secret=(model, name) in SECRETS,

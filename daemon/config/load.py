@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from daemon.config import checks
-from daemon.config.files import UnreadableError, decode, read_file, read_text
+from daemon.config.files import UnreadableError, decode, read_file
 from daemon.config.merge import under
-from daemon.config.read import Problems, Read, Reader, plain, unknown_key
+from daemon.config.read import Problems, Read, read, read_text, unknown_key
+from daemon.config.scalars import is_nothing, plain
 from daemon.config.source import Source
 from daemon.config.spec import SCHEMA_VERSION, ApiKeyFile, DaemonSpec, Servers, ServerSpec
-from daemon.config.yaml_nodes import Block, Entry, Items, Node, Place, Scalar, compose
+from daemon.config.yaml_nodes import Block, Entry, Items, Node, Place, compose
 from daemon.errors import ConfigError, Problem
 from daemon.policy.spec import NamedPolicy
 from daemon.policy.store import load_policies
@@ -29,10 +30,6 @@ MAX_FILES = 100
 
 _TOP_KEYS = ("version", "include", "daemon", "defaults", "servers")
 _SERVER_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")  # as spec.ServerName
-_PLACEHOLDERS = {
-    "model": "-",
-    "port": 1,
-}  # for what is required and was refused, or stands in no default
 _NAME_HINT = "a-z, 0-9, `.`, `_` and `-`, starting with a letter or digit, at most 63"
 
 
@@ -95,7 +92,7 @@ class _Run:
     def __init__(self, environ: Mapping[str, str], copies: Mapping[Path, Path]) -> None:
         self._copies = copies
         self._problems = Problems()
-        self._reader = Reader(environ, self._problems)
+        self._environ = environ
         self._contents: dict[Path, bytes] = {}
         self._watched: dict[Path, None] = {}
         self._included: dict[Path, Place] = {}
@@ -119,19 +116,19 @@ class _Run:
             name: Source(f"servers.{name}", written.entry, written.node)
             for name, written in self._written.items()
         }
-        read = {
+        servers = {
             name: server
             for name, source in sources.items()
             if (server := self._read_server(source)) is not None
         }
-        keys = self._check(read, sources, daemon, policies)
+        keys = self._check(servers, sources, daemon, policies)
         if self._problems.found:
             raise self._rejected()
         return Loaded(
             servers=Servers(
                 path=path,
                 daemon=daemon,
-                servers={name: server.model for name, server in read.items()},
+                servers={name: server.model for name, server in servers.items()},
                 origins={name: str(source.entry) for name, source in sources.items()},
             ),
             policies=policies,
@@ -173,7 +170,7 @@ class _Run:
         self._problems.extend(passed_over)
         if isinstance(node, Block):
             return node
-        if node is None or (isinstance(node, Scalar) and plain(node) is None):
+        if node is None or is_nothing(node):
             self._problems.add(
                 Place(str(path), 0, 0),
                 "",
@@ -236,7 +233,7 @@ class _Run:
     def _optional_block(self, root: Block, name: str) -> Block | None:
         """Return the block *name*; one whose keys are all commented out counts as left out."""
         entry = root.entries.get(name)
-        if entry is None or (isinstance(entry.node, Scalar) and plain(entry.node) is None):
+        if entry is None or is_nothing(entry.node):
             return None
         if isinstance(entry.node, Block):
             return entry.node
@@ -247,22 +244,16 @@ class _Run:
         block = self._optional_block(root, "daemon") or Block(start, {})
         entry = root.entries["daemon"].place if "daemon" in root.entries else start
         source = Source("daemon", entry, block)
-        read = self._reader.read(block, DaemonSpec, "daemon")
-        daemon = read.model if read else DaemonSpec(status=None)
+        result = read(block, DaemonSpec, "daemon", self._environ, self._problems)
+        daemon = result.model if result else DaemonSpec(status=None)
         self._problems.extend(checks.daemon_problems(daemon, source))
         return daemon, source
 
     def _check_defaults(self, block: Block, entry: Place) -> None:
-        read = self._reader.read(block, ServerSpec, "defaults", placeholders=_PLACEHOLDERS)
-        if read is not None:
-            self._problems.extend(
-                checks.kv_problems(read.model.kv, Source("defaults", entry, block))
-            )
-
-    def _read_server(self, source: Source) -> Read[ServerSpec] | None:
-        return self._reader.read(
-            source.node, ServerSpec, source.path, placeholders=_PLACEHOLDERS, entry=source.entry
-        )
+        result = read(block, ServerSpec, "defaults", self._environ, self._problems)
+        if result is not None:
+            source = Source("defaults", entry, block)
+            self._problems.extend(checks.kv_problems(result.model.kv, source, result.refused))
 
     def _take_servers(
         self, root: Block, start: Place, defaults: Block | None, *, is_main: bool
@@ -275,7 +266,7 @@ class _Run:
                 )
             return
         if not isinstance(entry.node, Block):
-            empty = isinstance(entry.node, Scalar) and plain(entry.node) is None
+            empty = is_nothing(entry.node)
             message = (
                 "there is no server under it" if empty else "expected a mapping of names to servers"
             )
@@ -304,7 +295,7 @@ class _Run:
 
     def _include_items(self, root: Block) -> tuple[Node, ...]:
         entry = root.entries.get("include")
-        if entry is None or (isinstance(entry.node, Scalar) and plain(entry.node) is None):
+        if entry is None or is_nothing(entry.node):
             return ()
         if isinstance(entry.node, Items):
             return entry.node.nodes
@@ -312,7 +303,7 @@ class _Run:
         return ()
 
     def _include(self, node: Node, including: Path, defaults: Block | None) -> None:
-        text = self._reader.text(node, "include")
+        text = read_text(node, "include", self._environ, self._problems)
         if not text:
             return
         try:
@@ -348,36 +339,37 @@ class _Run:
 
     def _check(
         self,
-        read: Mapping[str, Read[ServerSpec]],
+        servers: Mapping[str, Read[ServerSpec]],
         sources: Mapping[str, Source],
         daemon: DaemonSpec,
         policies: Mapping[str, NamedPolicy],
     ) -> dict[str, str]:
         """Check servers one by one and together; return their API keys."""
         keys: dict[str, str] = {}
-        for name, server in read.items():
+        for name, server in servers.items():
             spec, source = server.model, sources[name]
             self._problems.extend(checks.server_problems(spec, source, server.refused))
             if policies:  # none at all: a policy file is broken, and is reported itself
                 self._problems.extend(checks.policy_problems(spec.kv, source, tuple(policies)))
-            if isinstance(spec.api_key, ApiKeyFile):
+            if isinstance(spec.api_key, ApiKeyFile) and "api_key.file" not in server.refused:
                 keys[name] = self._api_key(Path(spec.api_key.file), source)
-            elif spec.api_key:
+            elif isinstance(spec.api_key, str):
                 keys[name] = spec.api_key
-        specs = {name: server.model for name, server in read.items()}
+        specs = {name: server.model for name, server in servers.items()}
         self._problems.extend(checks.name_problems(specs, sources))
-        with_port = {
-            name: spec
-            for name, spec in specs.items()
-            if "port" in sources[name].node.entries and "port" not in read[name].refused
-        }
+        with_port = {name: specs[name] for name in specs if "port" not in servers[name].refused}
         self._problems.extend(checks.port_problems(with_port, sources, daemon))
         return keys
+
+    def _read_server(self, source: Source) -> Read[ServerSpec] | None:
+        return read(
+            source.node, ServerSpec, source.path, self._environ, self._problems, entry=source.entry
+        )
 
     def _api_key(self, path: Path, source: Source) -> str:
         self._watched[path] = None
         try:
-            key = read_text(path).partition("\n")[0].strip()
+            key = decode(read_file(path)).partition("\n")[0].strip()
             exposed = path.stat().st_mode & stat.S_IROTH
         except (OSError, UnreadableError) as error:
             self._problems.extend([source.problem("api_key.file", f"the file of the key: {error}")])

@@ -25,6 +25,7 @@ from daemon.config.locate import (
     read_weights,
 )
 from daemon.config.machine import budget_bytes, memory_bytes
+from daemon.config.read import ENVIRONMENT_MISFIT
 from daemon.config.source import Source
 from daemon.config.spec import DaemonSpec, ServerSpec, spec_hash
 from daemon.config.wire import Live, WorkerSpec
@@ -215,7 +216,7 @@ def _refused(
 def _kv_problem(source: Source, error: PolicyError) -> Problem:
     path = f"kv.{error.path}" if error.path else "kv"
     if source.hides(path):
-        return source.problem(path, "the environment's value does not fit", None)
+        return source.problem(path, ENVIRONMENT_MISFIT)
     return source.problem(path, error.message, error.hint)
 
 

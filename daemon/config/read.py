@@ -1,17 +1,16 @@
 """From nodes to models: types, unknown keys, references, paths, and a problem with a place for each fault.
 
-A scalar gets its type from the key that wants it, so `1:30`, `3_8` and `0123` are never numbers and
-`yes` is never true. What the types allow goes to pydantic for ranges and patterns.
+A scalar gets its type from the key that wants it. What the types allow goes to pydantic for ranges and
+patterns. What was refused is left out, so that the checks that follow can find what else is wrong.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
-import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -20,41 +19,19 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from daemon.config.keys import Key, Model, Shape, keys_of
+from daemon.config.scalars import FALSE_WORDS, TRUE_WORDS, Value, describe, plain, resolve
 from daemon.config.substitute import BadReferenceError, has_reference, substitute
 from daemon.config.yaml_nodes import Block, Items, Node, Place, Scalar
 from daemon.errors import Problem
 from daemon.policy.spec import FrozenModel
 
 M = TypeVar("M", bound=FrozenModel)
-Value = str | int | float | bool | None
 
-_INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9]{0,17})")
-_NUMBER = re.compile(r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
-_CONSTANTS: Mapping[str, bool | None] = {
-    **dict.fromkeys(("true", "True", "TRUE"), True),
-    **dict.fromkeys(("false", "False", "FALSE"), False),
-    **dict.fromkeys(("null", "Null", "NULL", "~", ""), None),
-}
-# YAML 1.1 reads these as booleans, YAML 1.2 as text: nobody can tell what the writer meant.
-_TRUE_WORDS = frozenset({"yes", "Yes", "YES", "on", "On", "ON"})
-_FALSE_WORDS = frozenset({"no", "No", "NO", "off", "Off", "OFF"})
+ENVIRONMENT_MISFIT = "the environment's value does not fit"  # which value is nobody's business
+
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-
-
-@dataclass(frozen=True, slots=True)
-class Read(Generic[M]):
-    """A model and the paths of what was written for it but refused."""
-
-    model: M
-    refused: frozenset[str]
-
-
-class _Refused:
-    """Stands for a value that was reported and left out."""
-
-
-_REFUSED = _Refused()
+_TEXT = Shape(kinds=frozenset({"text"}))
 
 
 @dataclass(slots=True)
@@ -82,49 +59,96 @@ class Problems:
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
-    """Reads blocks with one environment into one list of problems."""
+class Read(Generic[M]):
+    """A model, and the dotted keys of it that are missing or were refused: they hold stand-ins."""
 
-    environ: Mapping[str, str]
-    problems: Problems
+    model: M
+    refused: frozenset[str]
 
-    def read(
-        self,
-        node: Node,
-        model: type[M],
-        path: str,
-        *,
-        placeholders: Mapping[str, object] | None = None,
-        entry: Place | None = None,
-    ) -> Read[M] | None:
-        """Return *node* as *model*; what was refused has its default there, or its placeholder.
 
-        With *entry*, the place of the key that holds the block, missing keys are reported there. None
-        means that *node* is no block at all.
-        """
-        refused: set[str] = set()
-        data = self.value(node, Shape(model=model), path)
-        if not isinstance(node, Block) or not isinstance(data, dict):
+class _Refused:
+    """Stands for a value that was reported and is left out."""
+
+
+_REFUSED = _Refused()
+
+
+def read(
+    node: Block,
+    model: type[M],
+    path: str,
+    environ: Mapping[str, str],
+    problems: Problems,
+    *,
+    entry: Place | None = None,
+) -> Read[M] | None:
+    """Return *node*, which stands at *path*, as *model*; what is wrong goes into *problems*.
+
+    With *entry*, the place of the key that holds the block, required keys that are missing are
+    reported there. None: nothing could be made of it.
+    """
+    reading = _Reading(environ, problems)
+    data = reading.block(node, model, path, entry)
+    refused = reading.refused
+    while True:
+        try:
+            made = model.model_validate(data)
+        except ValidationError as error:
+            faults = error.errors(include_url=False)
+        else:
+            return Read(made, frozenset(where[len(path) + 1 :] for where in refused))
+        for fault in _informative(faults):
+            _explain(fault, node, path, problems)
+        dropped = {_innermost(data, fault["loc"]) for fault in faults}
+        if not _drop(data, dropped, keys_of(model)):
             return None
-        for key in keys_of(model).values():
-            if key.required and key.name not in node.entries and entry:
-                hint = f"add `{key.name}: ...`"
-                self.problems.add(entry, path, f'the key "{key.name}" is missing', hint)
-        refused.update(_left_out(node, data, ""))
-        while True:
-            try:
-                return Read(
-                    model.model_validate({**(placeholders or {}), **data}), frozenset(refused)
-                )
-            except ValidationError as error:
-                faults = error.errors(include_url=False)
-            for fault in faults:
-                self._explain(fault, node, path)
-            # once more without them, so that the checks that follow can find what else is wrong
-            dropped = {_drop(data, fault["loc"]) for fault in faults}
-            if None in dropped:
-                return None
-            refused.update(gone for gone in dropped if gone)
+        refused |= {".".join((path, *map(str, where))) for where in dropped}
+
+
+def read_text(node: Node, path: str, environ: Mapping[str, str], problems: Problems) -> str | None:
+    """Return *node* as text, None after a problem."""
+    value = _Reading(environ, problems).value(node, _TEXT, path)
+    return value if isinstance(value, str) else None
+
+
+class _Reading:
+    """One walk over a block along its model."""
+
+    def __init__(self, environ: Mapping[str, str], problems: Problems) -> None:
+        self._environ = environ
+        self._problems = problems
+        self.refused: set[str] = set()
+
+    def block(
+        self, node: Block, model: Model, path: str, entry: Place | None, *, later: bool = False
+    ) -> dict[str, object]:
+        """Return the keys of *node* as plain data, with stand-ins for required ones that are not right."""
+        keys = keys_of(model)
+        data: dict[str, object] = {}
+        for name, written in node.entries.items():
+            where = f"{path}.{name}"
+            key = keys.get(name)
+            if key is None:
+                self._refuse(written.place, where, *unknown_key(name, tuple(keys)))
+                continue
+            if (later or key.later) and key.shape.model is None:
+                value: object = plain(written.node)
+                if not key.at_default(value):
+                    value = self._refuse(
+                        written.place, where, "not yet available", _later_hint(key)
+                    )
+            else:
+                value = self.value(written.node, key.shape, where, key, later=later or key.later)
+            if not isinstance(value, _Refused):
+                data[name] = value
+        for key in keys.values():
+            if key.required and key.name not in data:
+                data[key.name] = key.stand_in
+                self.refused.add(f"{path}.{key.name}")
+                if key.name not in node.entries and entry is not None:
+                    message = f'the key "{key.name}" is missing'
+                    self._problems.add(entry, path, message, f"add `{key.name}: ...`")
+        return data
 
     def value(
         self, node: Node, shape: Shape, path: str, key: Key | None = None, *, later: bool = False
@@ -132,49 +156,24 @@ class Reader:
         """Return *node* as plain data of *shape*, `_REFUSED` after a problem."""
         match node:
             case Block() if shape.model is not None:
-                return self._block(node, shape.model, path, later=later)
+                return self.block(node, shape.model, path, node.place, later=later)
             case Block() if shape.value is not None:
                 return self._mapping(node, shape.value, path, key)
             case Items() if shape.item is not None:
                 item = shape.item
                 read = [self.value(n, item, f"{path}.{i}", key) for i, n in enumerate(node.nodes)]
-                return _REFUSED if any(isinstance(r, _Refused) for r in read) else read
+                return _REFUSED if any(isinstance(one, _Refused) for one in read) else read
             case Scalar():
                 return self._scalar(node, shape, path, key)
             case _:
                 return self._wrong_type(node, shape, path, key)
-
-    def text(self, node: Node, path: str) -> str | None:
-        """Return *node* as text, None after a problem."""
-        value = self.value(node, Shape(kinds=frozenset({"text"})), path)
-        return value if isinstance(value, str) else None
-
-    def _block(self, node: Block, model: Model, path: str, *, later: bool) -> dict[str, object]:
-        keys = keys_of(model)
-        data: dict[str, object] = {}
-        for name, entry in node.entries.items():
-            where = f"{path}.{name}" if path else name
-            key = keys.get(name)
-            if key is None:
-                message, hint = unknown_key(name, tuple(keys))
-                self.problems.add(entry.place, where, message, hint)
-            elif (later or key.later) and key.shape.model is None:
-                if key.at_default(plain(entry.node)):
-                    data[name] = plain(entry.node)
-                else:
-                    self.problems.add(entry.place, where, "not yet available", _later_hint(key))
-            else:
-                value = self.value(entry.node, key.shape, where, key, later=later or key.later)
-                if not isinstance(value, _Refused):
-                    data[name] = value
-        return data
 
     def _mapping(self, node: Block, shape: Shape, path: str, key: Key | None) -> dict[str, object]:
         data: dict[str, object] = {}
         for name, entry in node.entries.items():
             if key is not None and key.secret and not _VARIABLE.fullmatch(name):
                 hint = "letters, digits and _, not starting with a digit"
-                self.problems.add(entry.place, path, "this is no name of a variable", hint)
+                self._refuse(entry.place, path, "this is no name of a variable", hint)
                 continue
             value = self.value(entry.node, shape, f"{path}.{name}", key)
             if not isinstance(value, _Refused):
@@ -183,75 +182,72 @@ class Reader:
 
     def _scalar(self, node: Scalar, shape: Shape, path: str, key: Key | None) -> object:
         try:
-            text = substitute(node.text, self.environ)
+            text = substitute(node.text, self._environ)
         except BadReferenceError as error:
-            self.problems.add(node.place, path, str(error), error.hint)
-            return _REFUSED
+            return self._refuse(node.place, path, str(error), error.hint)
         wants_text = "text" in shape.kinds
-        written = node.plain and not (wants_text and has_reference(node.text))
-        value = resolve(text) if written else text
+        # text from the environment is text where text is wanted, whatever it looks like
+        as_written = node.plain and not (wants_text and has_reference(node.text))
+        value = resolve(text) if as_written else text
         if value is None and "null" in shape.kinds:
             return None
         if "duration" in shape.kinds:
-            return text  # a bare number is refused with the units, by the validator of durations
+            return text  # a bare number is refused by the validator of durations, which lists the units
         if isinstance(value, str):
             if value in shape.words:
                 return value
             if wants_text:
-                return self._as_text(node, value, path, key)
-        if _has_kind(value, shape):
-            return value
-        return self._wrong_type(node, shape, path, key)
+                return self._text(node, value, path, key)
+        return value if _fits(value, shape) else self._wrong_type(node, shape, path, key)
 
-    def _as_text(self, node: Scalar, value: str, path: str, key: Key | None) -> object:
-        if node.plain and value in _TRUE_WORDS | _FALSE_WORDS and not has_reference(node.text):
+    def _text(self, node: Scalar, value: str, path: str, key: Key | None) -> object:
+        if node.plain and value in TRUE_WORDS | FALSE_WORDS and not has_reference(node.text):
             hint = f'quote it: "{value}"' if key is None or not key.secret else "quote it"
-            self.problems.add(node.place, path, "expected text, found a boolean of YAML 1.1", hint)
-            return _REFUSED
+            message = "expected text, found a boolean of YAML 1.1"
+            return self._refuse(node.place, path, message, hint)
         if key is None or not (key.path or key.model_path):
             return value
         try:
             return _absolute(value, Path(node.place.file).parent, hub=key.model_path)
         except ValueError as error:
-            self.problems.add(node.place, path, str(error))
-            return _REFUSED
+            return self._refuse(node.place, path, str(error))
 
     def _wrong_type(self, node: Node, shape: Shape, path: str, key: Key | None) -> _Refused:
         secret = key is not None and key.secret
         message = f"expected {shape.expected}, found {describe(node, secret=secret)}"
-        self.problems.add(node.place, path, message, _type_hint(node, shape))
+        hint = (key.hint if key else None) or _type_hint(node, shape)
+        return self._refuse(node.place, path, message, hint)
+
+    def _refuse(self, place: Place, path: str, message: str, hint: str | None = None) -> _Refused:
+        self._problems.add(place, path, message, hint)
+        self.refused.add(path)
         return _REFUSED
 
-    def _explain(self, fault: ErrorDetails, node: Node, path: str) -> None:
-        kind, loc = fault["type"], fault["loc"]
-        place: Place = node.place
-        for (
-            part
-        ) in loc:  # a union adds parts of its own to the location: only what is in the file counts
-            if isinstance(node, Block) and part in node.entries:
-                place, node = node.entries[str(part)].node.place, node.entries[str(part)].node
-                path = f"{path}.{part}" if path else str(part)
-            elif isinstance(node, Items) and isinstance(part, int) and part < len(node.nodes):
-                node = node.nodes[part]
-                place, path = node.place, f"{path}.{part}"
-        hidden = path.rpartition(".")[2] == "api_key" or (
-            isinstance(node, Scalar) and has_reference(node.text)
-        )
-        limits = fault.get("ctx", {})
-        if kind == "value_error":
-            message = "this value is refused" if hidden else str(limits["error"])
-        elif kind == "missing":
-            missing = loc[-1]
-            message = (
-                f'the key "{missing}" is missing'
-                if isinstance(missing, str)
-                else "an item is missing"
-            )
-        else:
-            message = (
-                f"{_CONSTRAINTS.get(kind, fault['msg']).format(**limits)}, found {describe(node)}"
-            )
-        self.problems.add(place, path, message)
+
+def _informative(faults: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Return *faults* without those that only say which member of a union a value is not."""
+    said = [f for f in faults if not f["type"].endswith("_type") and f["type"] != "literal_error"]
+    return said or faults
+
+
+def _explain(fault: ErrorDetails, node: Node, path: str, problems: Problems) -> None:
+    """Add what pydantic refused, at the node that *fault* leads to."""
+    for part in fault["loc"]:  # unions add parts of their own: only what the file has counts
+        if isinstance(node, Block) and part in node.entries:
+            node, path = node.entries[str(part)].node, f"{path}.{part}"
+        elif isinstance(node, Items) and isinstance(part, int) and part < len(node.nodes):
+            node, path = node.nodes[part], f"{path}.{part}"
+    limits = fault.get("ctx", {})
+    if isinstance(node, Scalar) and has_reference(node.text):
+        message = ENVIRONMENT_MISFIT
+    elif fault["type"] == "value_error":
+        message = str(limits["error"])
+    elif fault["type"] == "missing":
+        message = "the list is too short"
+    else:
+        message = _CONSTRAINTS.get(fault["type"], fault["msg"]).format(**limits)
+        message = f"{message}, found {describe(node)}"
+    problems.add(node.place, path, message)
 
 
 _CONSTRAINTS = {
@@ -265,86 +261,47 @@ _CONSTRAINTS = {
 }
 
 
-def _left_out(node: Block, data: Mapping[str, object], prefix: str) -> Iterator[str]:
-    """Yield the paths of *node* that did not make it into *data*."""
-    for name, entry in node.entries.items():
-        path = f"{prefix}{name}"
-        if name not in data:
-            yield path
-        elif isinstance(entry.node, Block) and isinstance(inner := data[name], dict):
-            yield from _left_out(entry.node, inner, f"{path}.")
-
-
-def _drop(data: dict[str, object], loc: tuple[int | str, ...]) -> str | None:
-    """Take the innermost key on the way along *loc* out of *data*; return its path, None if there is none."""
-    block, name, path = data, None, ""
-    at: object = data
+def _innermost(data: object, loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Return the way along *loc* to the innermost key of a block in *data*."""
+    way: list[int | str] = []
+    deepest = 0
     for part in loc:
-        if isinstance(at, dict) and part in at:
-            block, name = at, part
-            path = f"{path}.{part}" if path else str(part)
-            at = at[part]
-        elif isinstance(at, list):
-            break
-    if name is None:
-        return None
-    del block[str(name)]
-    return path
+        if isinstance(data, dict) and part in data:
+            data = data[part]
+            way.append(part)
+            deepest = len(way)
+        elif isinstance(data, list) and isinstance(part, int) and part < len(data):
+            data = data[part]
+            way.append(part)
+    return tuple(way[:deepest])
 
 
-def resolve(text: str) -> Value:
-    """Return what plain *text* means: null, a boolean or a decimal number where it is one beyond doubt."""
-    if text in _CONSTANTS:
-        return _CONSTANTS[text]
-    if _INTEGER.fullmatch(text):
-        return int(text)
-    if _NUMBER.fullmatch(text):
-        number = float(text)
-        return number if math.isfinite(number) else text
-    return text
-
-
-def plain(node: Node) -> object:
-    """Return *node* as plain data, without references or paths."""
-    match node:
-        case Scalar():
-            return resolve(node.text) if node.plain else node.text
-        case Items():
-            return [plain(item) for item in node.nodes]
-        case Block():
-            return {name: plain(entry.node) for name, entry in node.entries.items()}
-
-
-def describe(node: Node, *, secret: bool = False) -> str:
-    """Return what *node* is in words for a message; a reference stays as it was written."""
-    match node:
-        case Block():
-            return "a mapping"
-        case Items():
-            return "a list"
-        case Scalar(text=text):
-            value = resolve(text) if node.plain else text
-            shown = text if len(text) <= 60 else f"{text[:57]}..."
-            match value:
-                case None:
-                    return "nothing"
-                case bool():
-                    return "a boolean" if secret else f"the boolean {shown}"
-                case int() | float():
-                    return "a number" if secret else f"the number {shown}"
-                case _:
-                    return "text" if secret else f'"{shown}"'
+def _drop(
+    data: dict[str, Any], ways: Iterable[tuple[int | str, ...]], keys: Mapping[str, Key]
+) -> bool:
+    """Take the values at *ways* out of *data*, with stand-ins for required keys; False: one leads nowhere."""
+    for way in sorted(ways, key=len, reverse=True):
+        if not way:
+            return False
+        block: Any = data
+        for part in way[:-1]:
+            block = block[part]
+        del block[way[-1]]
+        if len(way) == 1 and (key := keys[str(way[0])]).required:
+            data[key.name] = key.stand_in
+    return True
 
 
 @functools.lru_cache(maxsize=256)
 def unknown_key(name: str, known: tuple[str, ...]) -> tuple[str, str]:
     """Return the message and hint for a key that is not among *known*."""
-    close = difflib.get_close_matches(name[:64], known, n=1)
+    shown = name[:64]
+    close = difflib.get_close_matches(shown, known, n=1)
     hint = f"did you mean `{close[0]}`?" if close else f"one of {', '.join(known)}"
-    return f'unknown key "{name[:64]}"', hint
+    return f'unknown key "{shown}"', hint
 
 
-def _has_kind(value: Value, shape: Shape) -> bool:
+def _fits(value: Value, shape: Shape) -> bool:
     match value:
         case bool():
             return "boolean" in shape.kinds
@@ -361,8 +318,8 @@ def _has_kind(value: Value, shape: Shape) -> bool:
 def _type_hint(node: Node, shape: Shape) -> str | None:
     if not isinstance(node, Scalar):
         return None
-    if "boolean" in shape.kinds and node.text in _TRUE_WORDS | _FALSE_WORDS:
-        return f"write {'true' if node.text in _TRUE_WORDS else 'false'}"
+    if "boolean" in shape.kinds and node.text in TRUE_WORDS | FALSE_WORDS:
+        return f"write {'true' if node.text in TRUE_WORDS else 'false'}"
     if "text" in shape.kinds and node.plain and node.text:
         return "quote it"
     if shape.kinds & {"integer", "number"} and not node.plain and resolve(node.text) != node.text:

@@ -1,0 +1,133 @@
+"""Reports as people read them on a terminal; nothing here decides anything."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from daemon.cli.report import MemoryReport, Report, ServerReport
+from daemon.policy.resolve import LayerGroup
+from daemon.units import format_size
+
+_PIPED_WIDTH = 200  # columns where no terminal says its own
+_STYLES = {
+    "ok": "green",
+    "disabled": "dim",
+    "unresolved": "red",
+    "no weights": "yellow",
+    "blocked": "red",
+}
+
+
+def console() -> Console:
+    """Return the console for standard output; names from a file are never read as markup."""
+    width = None if sys.stdout.isatty() else _PIPED_WIDTH
+    return Console(width=width, markup=False, highlight=False, emoji=False)
+
+
+def print_report(report: Report) -> None:
+    """Print what `tqd check` found."""
+    out = console()
+    for server in report.servers:
+        for part in _server(server):
+            out.print(part)
+        out.print()
+    for part in _memory(report.memory):
+        out.print(part)
+    for warning in report.warnings:
+        out.print(Text(f"warning: {warning}", style="yellow"))
+
+
+def _server(server: ServerReport) -> Iterator[RenderableType]:
+    title = Text.assemble(
+        (server.name, "bold"),
+        f"  {server.model}  {server.endpoint}  ",
+        (server.state, _STYLES[server.state]),
+    )
+    yield title
+    if server.reason:
+        yield _line(server.reason, _STYLES[server.state])
+    if server.hint:
+        yield _line(f"hint: {server.hint}", "dim")
+    if server.summary is not None:
+        yield _line(f"policy {server.policy}: {server.summary}")
+        yield Padding(_layers(server.layers), (0, 0, 0, 2), expand=False)
+        yield _line(_sizes(server))
+    if server.allowlist:
+        yield _line(f"4-bit keys allowed: {server.allowlist}", "dim")
+    for warning in server.warnings:
+        yield _line(f"note: {warning}", "yellow")
+
+
+def _layers(groups: tuple[LayerGroup, ...]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for column in ("layers", "kind", "requested", "effective", "reason"):
+        table.add_column(column, overflow="fold")
+    for group in groups:
+        span = f"{group.first}" if group.first == group.last else f"{group.first}-{group.last}"
+        differs = group.requested != group.effective
+        table.add_row(
+            span,
+            str(group.kind),
+            group.requested,
+            Text(group.effective, style="yellow" if differs else ""),
+            group.reason or "",
+        )
+    return table
+
+
+def _sizes(server: ServerReport) -> str:
+    parts = []
+    if server.bytes_per_token and server.bytes_per_token_fp16:
+        parts.append(
+            f"{format_size(server.bytes_per_token)} per token ({server.compression:.2f}x smaller than "
+            f"{format_size(server.bytes_per_token_fp16)} at 16 bits)"
+        )
+    else:
+        parts.append("nothing grows with the context")
+    if server.kv_bytes is not None:
+        shape = f"{server.max_context:,} tokens x {server.max_concurrent} sequences"
+        parts.append(f"KV {format_size(server.kv_bytes)} at {shape}")
+    parts.append(f"weights {_size(server.weights_bytes)}")
+    return "; ".join(parts)
+
+
+def _memory(memory: MemoryReport) -> Iterator[Text]:
+    share = (
+        f"{memory.budget_bytes / memory.machine_bytes:.0%} of {format_size(memory.machine_bytes)}"
+    )
+    budget = f"{format_size(memory.budget_bytes)} ({share})"
+    needed = (
+        f"weights {format_size(memory.weights_bytes)} + KV {format_size(memory.kv_bytes)} "
+        f"= {format_size(memory.needed_bytes)} of {budget}"
+    )
+    match memory.fits:
+        case "yes":
+            yield Text(f"together: {needed}: fits", style="green")
+        case "not all at once":
+            yield Text(
+                f"together: {needed}: only with fewer or shorter sequences at once; with one full "
+                f"sequence each {format_size(memory.minimum_bytes)}",
+                style="yellow",
+            )
+        case "no":
+            yield Text(
+                f"together: {needed}: does not fit, not even with one full sequence each "
+                f"({format_size(memory.minimum_bytes)})",
+                style="red",
+            )
+    if memory.unknown:
+        yield Text(f"not counted, weights not here: {', '.join(memory.unknown)}", style="yellow")
+
+
+def _size(count: int | None) -> str:
+    return "not here" if count is None else format_size(count)
+
+
+def _line(text: str, style: str = "") -> Padding:
+    return Padding(Text(text, style=style), (0, 0, 0, 2), expand=False)
