@@ -23,18 +23,22 @@ class Notifier:
         self._fed_at = float("-inf")
         self._feed_every_s = _watchdog_s(environ, pid)
         self._status = ""
+        self._stopping = False
 
     def ready(self) -> None:
         """The daemon can be talked to."""
-        self._send("READY=1")
+        if not self._stopping:
+            self._send("READY=1")
 
     def reloading(self) -> None:
         """The configuration is being read again; `ready` ends it."""
         self._send(f"RELOADING=1\nMONOTONIC_USEC={int(self._clock() * 1e6)}")
 
     def stopping(self) -> None:
-        """The daemon is on its way out."""
-        self._send("STOPPING=1")
+        """The daemon is on its way out; said once."""
+        if not self._stopping:
+            self._stopping = True
+            self._send("STOPPING=1")
 
     def status(self, text: str) -> None:
         """Show *text* in ``systemctl status``."""
