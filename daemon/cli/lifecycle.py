@@ -2,6 +2,205 @@
 
 from __future__ import annotations
 
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
 import click
 
-COMMANDS: tuple[click.Command, ...] = ()
+from daemon.cli.detached import start_daemon
+from daemon.cli.waiting import wait
+from daemon.errors import ConfigError, InProgressError, NotRunningError
+from daemon.supervisor import instance
+from daemon.supervisor.client import Client
+from daemon.supervisor.control import Action, Verdict
+from daemon.units import parse_duration
+
+if TYPE_CHECKING:  # the group imports this module
+    from daemon.cli.main import Settings
+
+POLL_S = 0.1
+
+# What a service starts again for ever unless the daemon ends like this: launchd knows only "0 is fine",
+# systemd has RestartPreventExitStatus=78.
+_HOPELESS = {"launchd": 0, "systemd": 78}
+
+Command = TypeVar("Command", bound=Callable[..., object])
+
+
+def _duration(ctx: click.Context, param: click.Parameter, value: str) -> float:
+    try:
+        return parse_duration(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+
+
+def _waits(command: Command) -> Command:
+    """Add the options of a command that waits."""
+    for option in (
+        click.option("--no-wait", is_flag=True, help="Do not wait for it."),
+        click.option(
+            "--timeout",
+            callback=_duration,
+            default="10m",
+            show_default=True,
+            help="Wait at most this long; exit code 5 when it still goes on then.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def _names(command: Command) -> Command:
+    """Add the arguments that choose servers."""
+    command = click.option("--all", "every", is_flag=True, help="All servers that are enabled.")(
+        command
+    )
+    return click.argument("names", nargs=-1, metavar="[NAME]...")(command)
+
+
+@click.command()
+@click.option(
+    "--service",
+    type=click.Choice(tuple(_HOPELESS)),
+    help="Run for this service: end in the way that stops it from starting again where that cannot help.",
+)
+@click.option("--log-file", type=click.Path(path_type=Path), hidden=True)
+@click.pass_obj
+def run(settings: Settings, service: str | None, log_file: Path | None) -> None:
+    """Run the daemon in the foreground.
+
+    SIGTERM and SIGINT stop every server and end it, a second one without waiting for running requests.
+    SIGHUP reads servers.yaml again.
+    """
+    from daemon.supervisor.main import Options, run  # keeps the other commands quick
+
+    try:
+        run(Options(settings.config, settings.state, log_file))
+    except (ConfigError, instance.AlreadyRunningError) as error:
+        if service is None:
+            raise
+        click.echo(f"tqd: {error}", err=True)
+        sys.exit(_HOPELESS[service])
+
+
+@click.command()
+@_names
+@_waits
+@click.pass_obj
+def start(
+    settings: Settings, names: tuple[str, ...], every: bool, no_wait: bool, timeout: float
+) -> None:
+    """Start servers, and the daemon when it does not run.
+
+    Without names, the servers that are meant to run.
+    """
+    client = Client(settings.state)
+    until = time.monotonic() + timeout
+    if not client.running():
+        start_daemon(settings.config, settings.state, timeout)
+    if names or every:
+        before = client.act("start", None if every else names)
+    else:
+        servers = client.status()["servers"]
+        before = {it["name"]: it["launch"] for it in servers if it["desired"] == "running"}
+    if not no_wait:
+        wait(client, "start", before, max(until - time.monotonic(), 0.0))
+        _say("started", before)
+
+
+@click.command()
+@_names
+@_waits
+@click.pass_obj
+def stop(
+    settings: Settings, names: tuple[str, ...], every: bool, no_wait: bool, timeout: float
+) -> None:
+    """Stop servers: running requests finish, then the worker ends. The daemon goes on."""
+    _change(settings, "stop", "stopped", names, every, no_wait, timeout)
+
+
+@click.command()
+@_names
+@_waits
+@click.pass_obj
+def restart(
+    settings: Settings, names: tuple[str, ...], every: bool, no_wait: bool, timeout: float
+) -> None:
+    """Restart servers with what is in force of servers.yaml."""
+    client = Client(settings.state)
+    if client.status()["config"]["state"] == "pending":
+        click.echo(
+            "tqd: servers.yaml has changes that are not in force; `tqd diff` shows them", err=True
+        )
+    _change(settings, "restart", "restarted", names, every, no_wait, timeout)
+
+
+def _change(
+    settings: Settings,
+    action: Action,
+    done: str,
+    names: tuple[str, ...],
+    every: bool,
+    no_wait: bool,
+    timeout: float,
+) -> None:
+    if not names and not every:
+        raise click.UsageError("name the servers, or say --all")
+    client = Client(settings.state)
+    before = client.act(action, None if every else names)
+    if not no_wait:
+        wait(client, action, before, timeout)
+        _say(done, before)
+
+
+def _say(done: str, names: dict[str, int]) -> None:
+    click.echo(f"{done}: {', '.join(names)}" if names else f"nothing to be {done}")
+
+
+@click.command()
+@_waits
+@click.pass_obj
+def shutdown(settings: Settings, no_wait: bool, timeout: float) -> None:
+    """Stop every server and end the daemon. What is meant to run is not changed."""
+    owner = instance.holder(settings.state)
+    if owner is None:
+        raise NotRunningError("the daemon is not running", hint="`tqd start` starts it")
+    Client(settings.state).shut_down()
+    until = time.monotonic() + timeout
+    while not no_wait and instance.holder(settings.state) is not None:
+        if time.monotonic() >= until:
+            raise InProgressError(
+                f"the daemon (pid {owner.pid}) still stops its servers after {timeout:.0f} s",
+                hint="`tqd shutdown` once more ends the wait for running requests",
+            )
+        time.sleep(POLL_S)
+    if not no_wait:
+        click.echo("the daemon has ended")
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the verdict as JSON.")
+@click.pass_obj
+def reload(settings: Settings, as_json: bool) -> None:
+    """Read servers.yaml again and apply it; exit code 2 when it is refused, and nothing changes."""
+    verdict = Client(settings.state).reload()
+    if as_json:
+        click.echo(json.dumps(verdict, indent=2))
+        return
+    _print_verdict(verdict)
+
+
+def _print_verdict(verdict: Verdict) -> None:
+    for warning in verdict["warnings"]:
+        click.echo(f"warning: {warning}", err=True)
+    if verdict["result"] == "unchanged" or not verdict["steps"]:
+        click.echo("nothing has changed")
+    for step in verdict["steps"]:
+        click.echo(step["text"])
+
+
+COMMANDS: tuple[click.Command, ...] = (run, shutdown, start, stop, restart, reload)

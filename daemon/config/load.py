@@ -60,16 +60,22 @@ class RejectedError(ConfigError):
         self.watched = watched
 
 
-def load(path: Path, *, environ: Mapping[str, str] | None = None) -> Loaded:
+def load(
+    path: Path,
+    *,
+    environ: Mapping[str, str] | None = None,
+    copies: Mapping[Path, Path] | None = None,
+) -> Loaded:
     """Return the configuration in *path*, its includes and the policies folder beside it.
 
-    *environ* answers `${env:NAME}`; by default this process's environment.
+    *environ* answers `${env:NAME}`; by default this process's environment. *copies* are read in the
+    place of the files, or of the policies folder, that they are copies of.
 
     Raises:
         RejectedError: with every problem found in one run.
     """
-    run = _Run(os.environ if environ is None else environ)  # noqa: TID251 - the one place that reads it
-    return run.load(path)
+    given = os.environ if environ is None else environ  # noqa: TID251 - the one place that reads it
+    return _Run(given, copies or {}).load(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +89,8 @@ class _Written:
 class _Run:
     """One reading of a configuration: collects files, servers and problems as it goes."""
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, environ: Mapping[str, str], copies: Mapping[Path, Path]) -> None:
+        self._copies = copies
         self._problems = Problems()
         self._environ = environ
         self._contents: dict[Path, bytes] = {}
@@ -145,7 +152,7 @@ class _Run:
     def _top_block(self, path: Path, asked: Place) -> Block | None:
         """Return the mapping in *path*; *asked* is where the file was named."""
         try:
-            self._contents[path] = content = read_file(path)
+            self._contents[path] = content = read_file(self._copies.get(path, path))
             text = decode(content)
         except UnreadableError as error:
             if asked.line:
@@ -320,13 +327,13 @@ class _Run:
         for path in sorted(folder.glob("*.y*ml")) if folder.is_dir() else ():
             self._watched[path] = None
         try:
-            store = load_policies(folder)
+            store = load_policies(self._copies.get(folder, folder))
         except ConfigError as error:
             self._problems.extend(error.problems)
             return {}
         for path in store.files.values():
-            if path.parent == folder:
-                self._contents[path] = read_file(path)
+            if path.parent == self._copies.get(folder, folder):
+                self._contents[folder / path.name] = read_file(path)
         self._warnings += [Problem(str(folder), 0, 0, "", text) for text in store.warnings]
         return store.policies
 

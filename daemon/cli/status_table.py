@@ -1,0 +1,174 @@
+"""The status document as people read it on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from daemon.cli.waiting import failure
+from daemon.ops.status import ConfigSection, Document, ServerStatus
+from daemon.units import format_size
+
+_STYLES = {
+    "ready": "green",
+    "starting": "cyan",
+    "loading": "cyan",
+    "draining": "cyan",
+    "stopping": "cyan",
+    "degraded": "yellow",
+    "backoff": "yellow",
+    "blocked": "red",
+    "failed": "red",
+    "stopped": "dim",
+}
+
+
+def overview(document: Document) -> RenderableType:
+    """Return every server as a row, and below it whatever needs attention."""
+    return Group(*_overview(document))
+
+
+def _overview(document: Document) -> Iterator[RenderableType]:
+    now = datetime.fromisoformat(document["now"])
+    yield _table(document["servers"], now)
+    for server in document["servers"]:
+        if server["state"] in ("failed", "blocked", "backoff"):
+            yield Text(f"\n{failure(server)}", style=_STYLES[server["state"]])
+            if server["hint"]:
+                yield Text(f"  hint: {server['hint']}", style="dim")
+    yield from _notes(document)
+
+
+def detail(server: ServerStatus, document: Document) -> RenderableType:
+    """Return everything about one server."""
+    now = datetime.fromisoformat(document["now"])
+    return Group(_table([server], now), *_facts(server), *_layers(server))
+
+
+def _table(servers: list[ServerStatus], now: datetime) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("NAME", "STATE", "SINCE", "PID", "RESTARTS", "ENDPOINT", "KV CACHE", "B/TOKEN"):
+        right = name in ("PID", "RESTARTS", "B/TOKEN")
+        table.add_column(name, justify="right" if right else "left", no_wrap=name != "KV CACHE")
+    table.add_column("REQUESTS", no_wrap=True)
+    for server in servers:
+        table.add_row(*_row(server, now))
+    return table
+
+
+def _row(server: ServerStatus, now: datetime) -> Iterator[RenderableType]:
+    effective = server["kv"]["effective"] if server["kv"] else None
+    requests = server["requests"]
+    yield Text(server["name"])
+    yield Text(_state(server), style=_STYLES[server["state"]])
+    yield Text(_age(now, server["state_since"]))
+    yield Text(str(server["pid"] or ""))
+    yield Text(str(server["restarts"]["total"]))
+    yield Text(server["endpoint"]["url"])
+    yield Text(effective["summary"] if effective else "")
+    yield Text(f"{effective['bytes_per_token']:,.0f}" if effective else "")
+    if requests is None:
+        yield Text("")
+    else:
+        yield Text(f"{requests['running']} running, {requests['waiting']} waiting")
+
+
+def _state(server: ServerStatus) -> str:
+    progress = server["load_progress"]
+    if progress is not None:
+        return f"{server['state']} {progress:.0%}"
+    if server["reason"] and server["state"] in ("starting", "stopped", "degraded"):
+        return f"{server['state']} ({server['reason']})"
+    return server["state"]
+
+
+def _notes(document: Document) -> Iterator[RenderableType]:
+    config, daemon = document["config"], document["daemon"]
+    yield from _config_notes(config)
+    if daemon["status_endpoint_error"]:
+        yield Text(f"\nno status endpoint: {daemon['status_endpoint_error']}", style="yellow")
+    if daemon["state"] == "stopping":
+        yield Text("\nthe daemon is shutting down", style="yellow")
+
+
+def _config_notes(config: ConfigSection) -> Iterator[RenderableType]:
+    match config["state"]:
+        case "rejected":
+            yield Text(f"\n{config['path']} was rejected; what runs is unchanged", style="red")
+        case "stale":
+            yield Text(
+                f"\n{config['path']} is broken; the last good configuration runs", style="red"
+            )
+        case "pending":
+            yield Text(f"\n{config['path']} has changes that `tqd reload` applies:", style="yellow")
+        case _:
+            pass
+    for step in config["pending"]:
+        yield Text(f"  {step}")
+    for problem in config["errors"]:
+        place = f"{problem['file']}:{problem['line']}:{problem['col']}"
+        where = f"{problem['path']}: " if problem["path"] else ""
+        yield Text(f"  {place}: {where}{problem['message']}")
+        if problem["hint"]:
+            yield Text(f"    hint: {problem['hint']}", style="dim")
+
+
+def _facts(server: ServerStatus) -> Iterator[RenderableType]:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for name, value in _fact_rows(server):
+        table.add_row(Text(name, style="dim"), Text(value))
+    yield Text("")
+    yield table
+    if server["state"] in ("failed", "blocked", "backoff"):
+        yield Text(f"\n{failure(server)}", style=_STYLES[server["state"]])
+
+
+def _fact_rows(server: ServerStatus) -> Iterator[tuple[str, str]]:
+    yield "desired", f"{server['desired']} (by {server['desired_source']})"
+    model = server["model"]
+    yield "model", f"{model['id']} ({model['device']})" if model else server["model_requested"]
+    if server["load_s"] is not None:
+        yield "load", f"{server['load_s']:.1f} s"
+    if memory := server["memory"]:
+        sizes = {
+            "weights": memory["weights_bytes"],
+            "KV cache": memory["kv_bytes"],
+            "MLX active": memory["mlx_active_bytes"],
+            "MLX cache": memory["mlx_cache_bytes"],
+            "MLX peak": memory["mlx_peak_bytes"],
+        }
+        yield "memory", ", ".join(f"{name} {format_size(size)}" for name, size in sizes.items())
+    if speed := server["throughput"]:
+        yield "tokens/s", f"prompt {speed['prompt_tps']:.1f}, decode {speed['decode_tps']:.1f}"
+    yield "log", server["log_path"]
+
+
+def _layers(server: ServerStatus) -> Iterator[RenderableType]:
+    effective = server["kv"]["effective"] if server["kv"] else None
+    if effective is None:
+        return
+    yield Text(
+        f"\nKV cache: {effective['summary']}; {effective['bytes_per_token']:,.0f} bytes per token, "
+        f"{effective['compression']:.2f}x smaller than at 16 bits ({effective['backend']})"
+    )
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("LAYERS", "KIND", "REQUESTED", "EFFECTIVE", "REASON"):
+        table.add_column(name)
+    for group in effective["layers"]:
+        first, last = group["first"], group["last"]
+        span = str(first) if first == last else f"{first}-{last}"
+        row = (span, group["kind"], group["requested"], group["effective"], group["reason"] or "")
+        table.add_row(*map(Text, row))
+    yield table
+
+
+def _age(now: datetime, since: str) -> str:
+    seconds = max(int((now - datetime.fromisoformat(since).astimezone(UTC)).total_seconds()), 0)
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds // length}{unit}"
+    return f"{seconds}s"

@@ -1,0 +1,117 @@
+"""Wait until servers are what a command asked for, and show how far they are."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from rich.console import Console
+
+from daemon.errors import InProgressError, TqdError
+from daemon.ops.status import Document, ServerStatus
+from daemon.supervisor.client import Client
+from daemon.supervisor.control import Action
+
+POLL_S = 0.2
+
+Outcome = Literal["done", "failed", "waiting"]
+
+
+def wait(client: Client, action: Action, before: Mapping[str, int], timeout_s: float) -> None:
+    """Return once every server of *before* (name → launch at the time of asking) is where *action* leads.
+
+    Raises:
+        TqdError: a server cannot get there; says why, with its last lines of output.
+        InProgressError: the time is up, and it still goes on.
+    """
+    until = time.monotonic() + timeout_s
+    with _Progress() as progress:
+        while True:
+            servers = by_name(client.status())
+            outcomes = {name: outcome(action, servers.get(name), before[name]) for name in before}
+            failed = [servers[name] for name, it in outcomes.items() if it == "failed"]
+            if failed:
+                raise TqdError("\n".join(map(failure, failed)), hint=_hint(failed))
+            waiting = [name for name, it in outcomes.items() if it == "waiting"]
+            if not waiting:
+                return
+            progress.show([servers[name] for name in waiting])
+            if time.monotonic() >= until:
+                states = ", ".join(f"{name} is {servers[name]['state']}" for name in waiting)
+                raise InProgressError(
+                    f"not done after {timeout_s:.0f} s: {states}",
+                    hint="it goes on; `tqd status` shows how far it is",
+                )
+            time.sleep(POLL_S)
+
+
+def outcome(action: Action, server: ServerStatus | None, launch_before: int) -> Outcome:
+    """Return how far *server* is; None is one that is no longer in servers.yaml."""
+    if server is None:
+        return "done" if action == "stop" else "waiting"
+    state = server["state"]
+    if action == "stop":
+        return "done" if state == "stopped" else "waiting"
+    if state == "ready":
+        fresh = action == "start" or server["launch"] > launch_before
+        return "done" if fresh else "waiting"
+    return "failed" if state in ("failed", "blocked", "stopped") else "waiting"
+
+
+def failure(server: ServerStatus) -> str:
+    """Return why *server* does not run, with the last lines that its worker wrote."""
+    text = f"{server['name']} is {server['state']}"
+    if server["reason"]:
+        text += f": {server['reason']}"
+    last = server["last_exit"]
+    if server["state"] == "failed" and last is not None:
+        code = last["code"]
+        how = f"signal {-code}" if code is not None and code < 0 else f"code {code}"
+        text += "".join(
+            f"\n  {line}" for line in (f"the last worker ended with {how}:", *last["tail"])
+        )
+    return text
+
+
+def by_name(document: Document) -> dict[str, ServerStatus]:
+    """Return the servers of *document* by name."""
+    return {server["name"]: server for server in document["servers"]}
+
+
+def _hint(servers: Sequence[ServerStatus]) -> str:
+    hints = dict.fromkeys(server["hint"] for server in servers if server["hint"])
+    return "; ".join(hints) or f"`tqd logs {servers[0]['name']}` shows all it wrote"
+
+
+class _Progress:
+    """One line that changes in place on a terminal; one line per change elsewhere."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._status = self._console.status("")
+        self._shown = ""
+
+    def __enter__(self) -> _Progress:
+        if sys.stderr.isatty():
+            self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+
+    def show(self, servers: Sequence[ServerStatus]) -> None:
+        if sys.stderr.isatty():
+            self._status.update(", ".join(map(_describe, servers)))
+            return
+        states = ", ".join(f"{server['name']} {server['state']}" for server in servers)
+        if states != self._shown:
+            self._shown = states
+            self._console.print(states)
+
+
+def _describe(server: ServerStatus) -> str:
+    progress = server["load_progress"]
+    text = f"{server['name']} {server['state']}"
+    return text if progress is None else f"{text} {progress:.0%}"

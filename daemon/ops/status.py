@@ -1,0 +1,542 @@
+"""The status document: everything an operator asks about, from what the supervisor already knows.
+
+Building it asks nobody anything: a hung worker cannot hang it, and each worker's numbers say when they
+were sampled. Bytes are integers, durations seconds, moments ISO 8601 in UTC. A section that nothing is
+known about is null.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, TypedDict
+
+from daemon.config.prepare import PreparedServer
+from daemon.errors import Problem
+from daemon.supervisor.lifecycle import Desired, LastExit, Server, State
+from daemon.supervisor.plan import Fleet
+from daemon.supervisor.reload import ConfigStatus
+from daemon.supervisor.workers import Report
+
+SCHEMA = 1  # raised when a key changes its meaning or goes away; new keys do not raise it
+
+Verdict = Literal["ok", "degraded", "failing"]
+
+
+class DaemonStatus(TypedDict):
+    """The supervisor itself. *status_endpoint* is null when it is off or could not be opened."""
+
+    version: str
+    pid: int
+    started_at: str
+    uptime_s: float
+    host: str
+    platform: str
+    state: Literal["running", "stopping"]
+    verdict: Verdict
+    state_dir: str
+    status_endpoint: str | None
+    status_endpoint_error: str | None
+
+
+class ProblemStatus(TypedDict):
+    """One thing wrong with the file on disk."""
+
+    file: str
+    line: int
+    col: int
+    path: str
+    message: str
+    hint: str | None
+
+
+class ConfigSection(TypedDict):
+    """What is on disk against what is in force."""
+
+    path: str
+    state: str
+    in_sync: bool
+    hash_on_disk: str | None
+    hash_applied: str | None
+    applied_at: str | None
+    last_attempt_at: str | None
+    generation: int
+    reload: str
+    errors: list[ProblemStatus]
+    warnings: list[str]
+    pending: list[str]
+
+
+class Health(TypedDict):
+    """*live*: there is a process that speaks; *ready*: it can take requests now."""
+
+    live: bool
+    ready: bool
+    heartbeat_age_s: float | None
+
+
+class Restarts(TypedDict):
+    """Restarts after failures."""
+
+    total: int
+    in_window: int
+    max: int
+    consecutive_failures: int
+    next_attempt_at: str | None
+
+
+class ExitStatus(TypedDict):
+    """How the last worker ended; *code* is negative for a signal."""
+
+    launch: int
+    code: int | None
+    at: str
+    classified: str
+    tail: list[str]
+
+
+class Endpoint(TypedDict):
+    """Where the server answers."""
+
+    host: str
+    port: int
+    url: str
+
+
+class ModelStatus(TypedDict):
+    """The loaded model."""
+
+    id: str
+    path: str
+    model_type: str
+    layers: int
+    max_context: int
+    device: str
+    mlx_version: str
+    mlx_lm_version: str
+
+
+class Requests(TypedDict):
+    """Requests now, and since the worker started."""
+
+    running: int
+    waiting: int
+    capacity: int
+    total: int
+    errors: int
+    rejected: int
+    cancelled: int
+
+
+class Throughput(TypedDict):
+    """Tokens, over the last minute and since the worker started."""
+
+    prompt_tps: float
+    decode_tps: float
+    window_s: int
+    prompt_tokens_total: int
+    generation_tokens_total: int
+
+
+class Memory(TypedDict):
+    """Bytes that the worker reports."""
+
+    weights_bytes: int
+    kv_bytes: int
+    mlx_active_bytes: int
+    mlx_cache_bytes: int
+    mlx_peak_bytes: int
+
+
+class KvRequested(TypedDict):
+    """What servers.yaml and the named policy ask for."""
+
+    policy: str
+    k: str
+    v: str
+    boundary_v: int
+    boundary_mode: str
+    sink_tokens: int
+    tail_tokens: int
+    strict: bool
+
+
+class KvLayers(TypedDict):
+    """Adjacent layers that got the same treatment."""
+
+    first: int
+    last: int
+    kind: str
+    requested: str
+    effective: str
+    reason: str | None
+
+
+class KvEffective(TypedDict):
+    """What the worker built, and what it measured."""
+
+    summary: str
+    modes: dict[str, int]
+    layers: list[KvLayers]
+    warnings: list[str]
+    backend: str
+    bytes_per_token: float
+    bytes_per_token_fp16: float
+    compression: float
+    tokens_live: int | None
+    bytes_live: int | None
+
+
+class Kv(TypedDict):
+    """The KV policy as requested and as it is."""
+
+    requested: KvRequested
+    effective: KvEffective | None
+
+
+class ServerStatus(TypedDict):
+    """One server."""
+
+    name: str
+    aliases: list[str]
+    labels: dict[str, str]
+    enabled: bool
+    desired: str
+    desired_source: str
+    state: str
+    state_since: str
+    reason: str | None
+    reason_code: str | None
+    hint: str | None
+    health: Health
+    pid: int | None
+    launch: int
+    started_at: str | None
+    ready_at: str | None
+    load_s: float | None
+    load_stage: str | None
+    load_progress: float | None
+    restarts: Restarts
+    last_exit: ExitStatus | None
+    endpoint: Endpoint
+    spec_hash: str
+    worker_spec_hash: str | None
+    log_path: str
+    model: ModelStatus | None
+    model_requested: str
+    requests: Requests | None
+    throughput: Throughput | None
+    memory: Memory | None
+    kv: Kv | None
+    sampled_at: str | None
+
+
+class Document(TypedDict):
+    """The whole document."""
+
+    schema: int
+    now: str
+    daemon: DaemonStatus
+    config: ConfigSection
+    servers: list[ServerStatus]
+
+
+@dataclass(frozen=True)
+class View:
+    """What the document is made of. *wall* turns a time of the supervisor's clock into a moment."""
+
+    now: float
+    wall: Callable[[float], datetime]
+    fleet: Fleet
+    prepared: Mapping[str, PreparedServer]
+    reports: Mapping[str, Report]
+    config: ConfigStatus
+    reload_mode: str
+    desired_source: Callable[[str], str]
+    log_path: Callable[[str], Path]
+    version: str
+    pid: int
+    started: float
+    state_dir: Path
+    status_endpoint: str | None
+    status_endpoint_error: str | None
+
+
+def document(view: View) -> Document:
+    """Return the document of ``GET /v1/status``."""
+    servers = [server_status(view, server) for server in view.fleet.servers.values()]
+    return {
+        "schema": SCHEMA,
+        "now": moment(view.wall(view.now)),
+        "daemon": {
+            "version": view.version,
+            "pid": view.pid,
+            "started_at": moment(view.wall(view.started)),
+            "uptime_s": round(view.now - view.started, 3),
+            "host": platform.node(),
+            "platform": f"{platform.system().lower()}-{platform.machine()}",
+            "state": "stopping" if view.fleet.closing else "running",
+            "verdict": _verdict(view),
+            "state_dir": str(view.state_dir),
+            "status_endpoint": view.status_endpoint,
+            "status_endpoint_error": view.status_endpoint_error,
+        },
+        "config": _config(view),
+        "servers": servers,
+    }
+
+
+def unready(fleet: Fleet, names: list[str] | None = None) -> dict[str, str]:
+    """Return why servers are not ready, by name; of *names*, or of all that are meant to run."""
+    if names is None:
+        names = [it.name for it in fleet.servers.values() if it.desired is Desired.RUNNING]
+    found = {}
+    for name in names:
+        server = fleet.servers.get(name)
+        if server is None:
+            found[name] = "no server of that name"
+        elif server.state is not State.READY:
+            found[name] = (
+                f"{server.state}: {server.cause.message}" if server.cause else server.state
+            )
+    return found
+
+
+def server_status(view: View, server: Server) -> ServerStatus:
+    """Return the part of the document that is about *server*."""
+    worker, spec, cause = server.worker, server.spec, server.cause
+    prepared = view.prepared.get(server.name)
+    report = view.reports.get(server.name)
+    if worker is not None and report is not None and report.launch != worker.launch:
+        report = None  # of an earlier worker
+    host = f"[{spec.host}]" if ":" in spec.host else spec.host
+    loading = worker is not None and server.state is State.LOADING
+    return {
+        "name": server.name,
+        "aliases": list(spec.aliases),
+        "labels": dict(spec.labels),
+        "enabled": spec.enabled,
+        "desired": server.desired,
+        "desired_source": view.desired_source(server.name),
+        "state": server.state,
+        "state_since": moment(view.wall(server.since)),
+        "reason": cause.message if cause else _waiting(view, server),
+        "reason_code": cause.code if cause else None,
+        "hint": cause.hint if cause else None,
+        "health": {
+            "live": worker is not None and server.state is not State.STARTING,
+            "ready": server.state is State.READY,
+            "heartbeat_age_s": round(view.now - worker.moved_at, 3)
+            if worker and worker.ready_at
+            else None,
+        },
+        "pid": worker.pid if worker else None,
+        "launch": server.launches,
+        "started_at": moment(view.wall(worker.started_at)) if worker else None,
+        "ready_at": moment(view.wall(worker.ready_at)) if worker and worker.ready_at else None,
+        "load_s": report.ready.load_s if report and report.ready else None,
+        "load_stage": worker.stage if worker and loading else None,
+        "load_progress": worker.fraction if worker and loading else None,
+        "restarts": {
+            "total": server.restarts_total,
+            "in_window": len(server.restarts),
+            "max": spec.restart.max,
+            "consecutive_failures": server.failures,
+            "next_attempt_at": moment(view.wall(server.attempt_at))
+            if server.attempt_at is not None and server.state is State.BACKOFF
+            else None,
+        },
+        "last_exit": _last_exit(view, server.last_exit),
+        "endpoint": {"host": spec.host, "port": spec.port, "url": f"http://{host}:{spec.port}"},
+        "spec_hash": server.spec_hash,
+        "worker_spec_hash": worker.spec_hash if worker else None,
+        "log_path": str(view.log_path(server.name)),
+        "model": _model(report),
+        "model_requested": spec.model,
+        "requests": _requests(server, report),
+        "throughput": _throughput(report),
+        "memory": _memory(report),
+        "kv": _kv(prepared, report),
+        "sampled_at": moment(view.wall(report.sampled_at))
+        if report and report.sampled_at is not None
+        else None,
+    }
+
+
+def moment(when: datetime) -> str:
+    """Return *when* as ISO 8601 in UTC, to the millisecond."""
+    return when.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def problem_status(problem: Problem) -> ProblemStatus:
+    """Return *problem* as JSON."""
+    return {
+        "file": problem.file,
+        "line": problem.line,
+        "col": problem.col,
+        "path": problem.path,
+        "message": problem.message,
+        "hint": problem.hint,
+    }
+
+
+def _verdict(view: View) -> Verdict:
+    meant = [it for it in view.fleet.servers.values() if it.desired is Desired.RUNNING]
+    if any(it.state in (State.FAILED, State.BLOCKED) for it in meant):
+        return "failing"
+    steady = all(it.state is State.READY for it in meant)
+    return "ok" if steady and view.config.state == "applied" else "degraded"
+
+
+def _config(view: View) -> ConfigSection:
+    config = view.config
+    return {
+        "path": str(config.path),
+        "state": config.state,
+        "in_sync": config.hash_on_disk is not None and config.hash_on_disk == config.hash_applied,
+        "hash_on_disk": config.hash_on_disk,
+        "hash_applied": config.hash_applied,
+        "applied_at": _epoch(config.applied_at),
+        "last_attempt_at": _epoch(config.last_attempt_at),
+        "generation": config.generation,
+        "reload": view.reload_mode,
+        "errors": [problem_status(problem) for problem in config.problems],
+        "warnings": list(config.warnings),
+        "pending": list(config.pending),
+    }
+
+
+def _epoch(seconds: float | None) -> str | None:
+    return None if seconds is None else moment(datetime.fromtimestamp(seconds, UTC))
+
+
+def _waiting(view: View, server: Server) -> str | None:
+    if server.queued:
+        left = view.fleet.leftovers.get(server.name)
+        return f"waiting for pid {left} of an earlier daemon to end" if left else "waiting to load"
+    if server.state is State.STOPPED and not server.spec.enabled:
+        return "disabled in servers.yaml"
+    if server.worker is not None and server.worker.ending is not None:
+        return f"{server.worker.ending}".replace("_", " ")
+    return None
+
+
+def _last_exit(view: View, last: LastExit | None) -> ExitStatus | None:
+    if last is None:
+        return None
+    return {
+        "launch": last.launch,
+        "code": last.code,
+        "at": moment(view.wall(last.at)),
+        "classified": last.classified,
+        "tail": list(last.tail),
+    }
+
+
+def _model(report: Report | None) -> ModelStatus | None:
+    if report is None or report.ready is None:
+        return None
+    model = report.ready.model
+    return {
+        "id": model.id,
+        "path": model.path,
+        "model_type": model.model_type,
+        "layers": model.layers,
+        "max_context": model.max_context,
+        "device": model.device,
+        "mlx_version": model.mlx_version,
+        "mlx_lm_version": model.mlx_lm_version,
+    }
+
+
+def _requests(server: Server, report: Report | None) -> Requests | None:
+    if report is None or report.snapshot is None:
+        return None
+    now = report.snapshot
+    return {
+        "running": now.running,
+        "waiting": now.waiting,
+        "capacity": server.spec.max_concurrent,
+        "total": now.requests_total,
+        "errors": now.errors_total,
+        "rejected": now.rejected_total,
+        "cancelled": now.cancelled_total,
+    }
+
+
+def _throughput(report: Report | None) -> Throughput | None:
+    if report is None or report.snapshot is None:
+        return None
+    now = report.snapshot
+    return {
+        "prompt_tps": now.prompt_tps,
+        "decode_tps": now.decode_tps,
+        "window_s": 60,
+        "prompt_tokens_total": now.prompt_tokens_total,
+        "generation_tokens_total": now.generation_tokens_total,
+    }
+
+
+def _memory(report: Report | None) -> Memory | None:
+    if report is None or report.snapshot is None or report.ready is None:
+        return None
+    now = report.snapshot
+    return {
+        "weights_bytes": report.ready.model.weights_bytes,
+        "kv_bytes": now.kv_bytes,
+        "mlx_active_bytes": now.mlx_active_bytes,
+        "mlx_cache_bytes": now.mlx_cache_bytes,
+        "mlx_peak_bytes": now.mlx_peak_bytes,
+    }
+
+
+def _kv(prepared: PreparedServer | None, report: Report | None) -> Kv | None:
+    if prepared is None:
+        return None
+    asked = prepared.kv
+    return {
+        "requested": {
+            "policy": asked.policy,
+            "k": asked.k,
+            "v": asked.v,
+            "boundary_v": asked.boundary_v,
+            "boundary_mode": asked.boundary_mode,
+            "sink_tokens": asked.sink_tokens,
+            "tail_tokens": asked.tail_tokens,
+            "strict": asked.strict,
+        },
+        "effective": _effective(report),
+    }
+
+
+def _effective(report: Report | None) -> KvEffective | None:
+    if report is None or report.ready is None:
+        return None
+    kv, now = report.ready.kv, report.snapshot
+    return {
+        "summary": kv.summary,
+        "modes": dict(kv.effective),
+        "layers": [
+            {
+                "first": layer.first,
+                "last": layer.last,
+                "kind": layer.kind,
+                "requested": layer.requested,
+                "effective": layer.effective,
+                "reason": layer.reason,
+            }
+            for layer in kv.layers
+        ],
+        "warnings": list(kv.warnings),
+        "backend": kv.backend,
+        "bytes_per_token": kv.bytes_per_token,
+        "bytes_per_token_fp16": kv.bytes_per_token_fp16,
+        "compression": round(kv.bytes_per_token_fp16 / kv.bytes_per_token, 3)
+        if kv.bytes_per_token
+        else 1.0,
+        "tokens_live": now.kv_tokens if now else None,
+        "bytes_live": now.kv_bytes if now else None,
+    }

@@ -1,0 +1,159 @@
+"""What a running daemon answers to the command line and to the ops endpoint."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from daemon.config import diff as differ
+from daemon.config.spec import DaemonSpec
+from daemon.errors import ConfigError, Problem, TqdError, UnknownServerError
+from daemon.ops.status import Document, ServerStatus, View, document, server_status, unready
+from daemon.paths import StateDir
+from daemon.supervisor import lifecycle, plan
+from daemon.supervisor.control import Action, Change, Verdict
+from daemon.supervisor.desired import DesiredState
+from daemon.supervisor.lifecycle import Desired, Server
+from daemon.supervisor.reconcile import Reconciler
+from daemon.supervisor.reload import Configuration
+
+_EVENTS: Mapping[Action, lifecycle.Event] = {
+    "start": lifecycle.Start(),
+    "stop": lifecycle.Stop(),
+    "restart": lifecycle.Restart(),
+}
+
+
+class DaemonCommands:
+    """Commands and questions, put to the parts of one daemon."""
+
+    def __init__(
+        self,
+        *,
+        state: StateDir,
+        clock: Callable[[], float],
+        reconciler: Reconciler,
+        configuration: Configuration,
+        desired: DesiredState,
+        log_path: Callable[[str, DaemonSpec], Path],
+    ) -> None:
+        self.status_endpoint: str | None = None
+        self.status_endpoint_error: str | None = None
+        self._state = state
+        self._clock = clock
+        self._reconciler = reconciler
+        self._configuration = configuration
+        self._desired = desired
+        self._log_path = log_path
+        self._version = importlib.metadata.version("tqd")
+        self._started = clock()
+        # moments are counted from here: setting the system's clock does not reorder them
+        self._epoch = time.time() - self._started
+
+    def status(self) -> Document:
+        """Return the status document."""
+        return document(self._view())
+
+    def server(self, name: str) -> ServerStatus | None:
+        """Return the part of the status document about one server."""
+        server = self._reconciler.fleet.servers.get(name)
+        return None if server is None else server_status(self._view(), server)
+
+    def unready(self, names: list[str] | None) -> dict[str, str]:
+        """Return why servers are not ready, by name; of *names*, or of all that are meant to run."""
+        return unready(self._reconciler.fleet, names)
+
+    async def act(self, action: Action, names: Sequence[str] | None) -> Mapping[str, int]:
+        """Start, stop or restart *names*, or all that are enabled; return the launch each had before."""
+        if self._reconciler.fleet.closing:
+            raise TqdError("the daemon is shutting down", hint="`tqd start` once it has ended")
+        servers = self._servers(action, names)
+        said = Desired.STOPPED if action == "stop" else Desired.RUNNING
+        self._desired.say([server.name for server in servers], said)
+        for server in servers:
+            await self._reconciler.submit(plan.Told(server.name, _EVENTS[action]))
+        self._configuration.recheck()  # a model may have appeared since
+        return {server.name: server.launches for server in servers}
+
+    async def reload(self) -> Verdict:
+        """Read the configuration again and apply it."""
+        verdict = await self._configuration.reload()
+        return {
+            "result": verdict.result,
+            "steps": [_change(step) for step in verdict.steps],
+            "warnings": [str(it) for it in verdict.warnings],
+        }
+
+    async def diff(self) -> Sequence[Change]:
+        """Return what `reload` would do."""
+        return [_change(step) for step in await self._configuration.diff()]
+
+    def shut_down(self) -> None:
+        """Begin to end the daemon; a second time, stop waiting for running requests."""
+        closing = self._reconciler.fleet.closing
+        self._reconciler.tell(plan.Hasten() if closing else plan.Close())
+
+    def _servers(self, action: Action, names: Sequence[str] | None) -> list[Server]:
+        fleet = self._reconciler.fleet
+        known = {name: it for name, it in fleet.servers.items() if name not in fleet.removed}
+        if names is None:
+            return [server for server in known.values() if server.spec.enabled]
+        for name in names:
+            if name not in known:
+                hint = f"one of {', '.join(known)}" if known else "there is none in servers.yaml"
+                raise UnknownServerError(f'no server is called "{name}"', hint=hint)
+            if action != "stop" and not known[name].spec.enabled:
+                raise ConfigError([self._disabled(name)])
+        return [known[name] for name in dict.fromkeys(names)]
+
+    def _disabled(self, name: str) -> Problem:
+        return Problem(
+            file=str(self._configuration.status.path),
+            line=0,
+            col=0,
+            path=f"servers.{name}.enabled",
+            message="the server is disabled",
+            hint="write `enabled: true` to run it",
+        )
+
+    def _view(self) -> View:
+        reconciler = self._reconciler
+        daemon = reconciler.wanted.daemon
+        return View(
+            now=self._clock(),
+            wall=lambda at: datetime.fromtimestamp(self._epoch + at, UTC),
+            fleet=reconciler.fleet,
+            prepared=reconciler.wanted.servers,
+            reports=reconciler.workers.reports,
+            config=self._configuration.status,
+            reload_mode=daemon.reload,
+            desired_source=self._desired.source,
+            log_path=lambda name: self._log_path(name, daemon),
+            version=self._version,
+            pid=os.getpid(),
+            started=self._started,
+            state_dir=self._state.root,
+            status_endpoint=self.status_endpoint,
+            status_endpoint_error=self.status_endpoint_error,
+        )
+
+
+def _change(step: differ.Step) -> Change:
+    return {
+        "action": _ACTIONS[type(step)],
+        "server": step.name,
+        "changes": [str(change) for change in step.changes],
+        "text": str(step),
+    }
+
+
+_ACTIONS: Mapping[type[differ.Step], str] = {
+    differ.Stop: "stop",
+    differ.Replace: "restart",
+    differ.Start: "start",
+    differ.Live: "live",
+}

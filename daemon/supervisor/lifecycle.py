@@ -1,0 +1,740 @@
+"""Decide what one server does next: a pure step function over frozen state.
+
+*step* takes a server, an event and the time, and returns the server as it is then together with the
+effects that the world must carry out. Clocks, processes, sockets and files are somebody else's;
+`wake_at` says when a `Tick` is due, so there are no timers to cancel either.
+
+    stopped ─ blocked ─ failed          no process, nothing listens
+    starting                            queued, then a process that has not said hello
+    loading ─ ready ─ degraded          a process
+    draining → stopping                 a process on its way out: drain, SIGTERM, grace, SIGKILL
+    backoff                             no process; the supervisor answers 503 until the next attempt
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Literal, assert_never
+
+from daemon.config.spec import ServerSpec
+from daemon.config.wire import PROTOCOL
+from daemon.errors import WorkerExit
+
+SPAWN_TIMEOUT_S = 30.0  # an interpreter that has not said hello by then is not going to
+RECHECK_S = 5.0  # how often the cause of `blocked` is looked at again
+JITTER = (
+    0.2  # share of a delay that varies, so that servers which died together do not return together
+)
+BLOCKING = frozenset({"port_in_use", "model_missing"})  # not the server's fault: wait, do not count
+STALLED_JUDGEMENTS = 3  # a degraded worker gets this many probe intervals to move again
+TAIL_LINES = 20
+
+
+class State(StrEnum):
+    """What a server is observed to be."""
+
+    STOPPED = "stopped"
+    BLOCKED = "blocked"
+    STARTING = "starting"
+    LOADING = "loading"
+    READY = "ready"
+    DEGRADED = "degraded"
+    DRAINING = "draining"
+    STOPPING = "stopping"
+    BACKOFF = "backoff"
+    FAILED = "failed"
+
+
+class Desired(StrEnum):
+    """What a server is meant to be."""
+
+    RUNNING = "running"
+    STOPPED = "stopped"
+
+
+Ending = Literal[
+    "stop", "restart", "replace", "stalled", "load_stalled", "spawn_timeout", "protocol"
+]
+Signal = Literal["TERM", "KILL"]
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why a server is not simply running: a stable code, words, and what to do."""
+
+    code: str
+    message: str
+    hint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LastExit:
+    """How the last worker of a server ended; *code* is negative for a signal, as subprocess has it."""
+
+    launch: int
+    code: int | None
+    at: float
+    classified: str
+    tail: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """The process of a server, as far as decisions need it.
+
+    *moved_at* is the last sign of progress: spawn, hello, load progress, a pass of the engine's loop.
+    *deadline* ends the drain, then the grace.
+    """
+
+    launch: int
+    nonce: str
+    spec_hash: str
+    address: Address
+    started_at: float
+    moved_at: float
+    pid: int | None = None
+    stage: str | None = None
+    fraction: float = 0.0
+    generation: int = -1
+    ready_at: float | None = None
+    ending: Ending | None = None
+    ending_message: str | None = None
+    deadline: float | None = None
+    killed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One entry of servers.yaml and what has become of it."""
+
+    name: str
+    spec: ServerSpec
+    spec_hash: str
+    desired: Desired = Desired.STOPPED
+    state: State = State.STOPPED
+    since: float = 0.0
+    cause: Cause | None = None
+    worker: Worker | None = None
+    launches: int = 0
+    attempt_at: float | None = None
+    """When `backoff` ends, or when the cause of `blocked` is looked at again."""
+    failures: int = 0
+    """Failures in a row; sets the delay."""
+    restarts: tuple[float, ...] = ()
+    """When restarts after a failure were decided, within the window."""
+    restarts_total: int = 0
+    last_exit: LastExit | None = None
+
+    @property
+    def address(self) -> Address:
+        """Where the next worker will listen."""
+        return Address(self.spec.host, self.spec.port)
+
+    @property
+    def queued(self) -> bool:
+        """Whether the server waits for its turn to be launched."""
+        return self.state is State.STARTING and self.worker is None
+
+
+# --- events --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The user, or the plan, wants it running; forgets past failures."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The user, or the plan, wants it stopped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """The user wants a new worker; forgets past failures."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hurry:
+    """Whoever is waiting has run out of patience: end the drain now. The grace stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """The entry changed in a way that needs a new worker; forgets past failures."""
+
+    spec: ServerSpec
+    spec_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The entry changed in a way that the running worker can take over."""
+
+    spec: ServerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The environment does not let it start."""
+
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class Unblock:
+    """What kept it from starting is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """It is this server's turn to be launched."""
+
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    """The process exists."""
+
+    launch: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnFailed:
+    """There is no process, and why. *jitter* is -1 to 1."""
+
+    launch: int
+    cause: Cause
+    jitter: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The worker's first line."""
+
+    launch: int
+    nonce: str
+    protocol: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The worker's model is being loaded."""
+
+    launch: int
+    stage: str
+    fraction: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The worker's model is loaded."""
+
+    launch: int
+    nonce: str
+    spec_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The worker's engine loop has made *generation* passes."""
+
+    launch: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Garbled:
+    """The worker said something that is not the protocol."""
+
+    launch: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """The process is gone and reaped. *code* is negative for a signal; *jitter* is -1 to 1."""
+
+    launch: int
+    code: int
+    tail: tuple[str, ...] = ()
+    fatal: str | None = None
+    hint: str | None = None
+    jitter: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; due at `wake_at`, harmless at any time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slept:
+    """The machine, and with it every worker, stood still for *gap_s* seconds."""
+
+    gap_s: float
+
+
+Event = (
+    Start | Stop | Restart | Hurry | Replace | Update | Block | Unblock | Grant | Spawned | SpawnFailed
+    | Hello | Progress | Ready | Beat | Garbled | Exited | Tick | Slept
+)  # fmt: skip
+
+
+# --- effects -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Spawn:
+    """Start a worker on the server's address."""
+
+    name: str
+    launch: int
+    nonce: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendDrain:
+    """Tell the worker to refuse new requests, finish the running ones and exit."""
+
+    name: str
+    launch: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SendLive:
+    """Tell the worker about an entry that changed."""
+
+    name: str
+    launch: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendSignal:
+    """TERM goes to the worker, KILL to its whole process group."""
+
+    name: str
+    launch: int
+    signal: Signal
+
+
+@dataclass(frozen=True, slots=True)
+class Recheck:
+    """Find out whether what blocks the server is gone; answer with `Block`, `Unblock` or `Replace`."""
+
+    name: str
+
+
+Effect = Spawn | SendDrain | SendLive | SendSignal | Recheck
+Result = tuple[Server, tuple[Effect, ...]]
+
+
+def step(server: Server, event: Event, now: float) -> Result:
+    """Return *server* after *event*, and what the world must do about it."""
+    match event:
+        case Start():
+            return _start(server, now)
+        case Stop():
+            return _stop(replace(server, desired=Desired.STOPPED), now)
+        case Restart():
+            return _restart(server, now)
+        case Hurry():
+            if server.worker is None or server.state is not State.DRAINING:
+                return server, ()
+            return _stop_now(server, server.worker, now)
+        case Replace(spec, spec_hash):
+            return _replace(server, spec, spec_hash, now)
+        case Update(spec):
+            return _update(server, spec)
+        case Block(cause):
+            return _block(server, cause, now)
+        case Unblock():
+            return _queue(server, now) if server.state is State.BLOCKED else (server, ())
+        case Grant(nonce):
+            return _grant(server, nonce, now)
+        case Tick():
+            return _tick(server, now)
+        case Slept(gap_s):
+            return _slept(server, gap_s), ()
+        case _:
+            worker = server.worker
+            if worker is None or worker.launch != event.launch:
+                return server, ()  # news of a worker that has been reaped
+            return _heard(server, worker, event, now)
+
+
+def wake_at(server: Server) -> float | None:
+    """Return when *server* next needs a `Tick`, or None."""
+    worker = server.worker
+    match server.state:
+        case State.STARTING:
+            return worker.moved_at + SPAWN_TIMEOUT_S if worker and worker.pid else None
+        case State.LOADING if worker:
+            return worker.moved_at + server.spec.probe.load_stall
+        case State.READY if worker:
+            stalled_at = worker.moved_at + server.spec.probe.stall
+            return min(stalled_at, _stable_at(server)) if server.restarts else stalled_at
+        case State.DEGRADED if worker:
+            return _replace_stalled_at(server, worker)
+        case State.DRAINING | State.STOPPING if worker:
+            return worker.deadline
+        case State.BACKOFF | State.BLOCKED:
+            return server.attempt_at
+        case _:
+            return None
+
+
+# --- what the user and the plan say --------------------------------------------------------------
+
+
+def _start(server: Server, now: float) -> Result:
+    server = _forgiven(replace(server, desired=Desired.RUNNING))
+    if server.worker is not None or server.queued:
+        return server, ()  # one that is on its way out is followed by another
+    return _queue(server, now)
+
+
+def _stop(server: Server, now: float) -> Result:
+    if server.worker is not None:
+        return _end(server, server.worker, "stop", now)
+    if server.state is State.STOPPED:
+        return replace(server, cause=None), ()
+    return _enter(_forgiven(server), State.STOPPED, now), ()
+
+
+def _restart(server: Server, now: float) -> Result:
+    server = _forgiven(replace(server, desired=Desired.RUNNING))
+    if server.worker is not None:
+        return _end(server, server.worker, "restart", now)
+    return (server, ()) if server.queued else _queue(server, now)
+
+
+def _replace(server: Server, spec: ServerSpec, spec_hash: str, now: float) -> Result:
+    server = _forgiven(replace(server, spec=spec, spec_hash=spec_hash))
+    worker = server.worker
+    if worker is not None:
+        same = worker.spec_hash == spec_hash and worker.ending is None
+        return (server, ()) if same else _end(server, worker, "replace", now)
+    if server.desired is Desired.STOPPED or server.queued:
+        return server, ()
+    return _queue(server, now)
+
+
+def _update(server: Server, spec: ServerSpec) -> Result:
+    server = replace(server, spec=spec)
+    worker = server.worker
+    if worker is None or worker.pid is None or worker.ending is not None:
+        return server, ()
+    return server, (SendLive(server.name, worker.launch),)
+
+
+def _block(server: Server, cause: Cause, now: float) -> Result:
+    startable = server.queued or server.state in (State.BLOCKED, State.BACKOFF)
+    if not startable or server.desired is Desired.STOPPED:
+        return server, ()
+    if server.state is not State.BLOCKED:
+        server = _enter(server, State.BLOCKED, now)
+    return replace(server, cause=cause, attempt_at=now + RECHECK_S), ()
+
+
+def _forgiven(server: Server) -> Server:
+    return replace(server, failures=0, restarts=())
+
+
+# --- launching -----------------------------------------------------------------------------------
+
+
+def _queue(server: Server, now: float) -> Result:
+    return _enter(server, State.STARTING, now), ()
+
+
+def _grant(server: Server, nonce: str, now: float) -> Result:
+    if not server.queued:
+        return server, ()
+    launch = server.launches + 1
+    worker = Worker(launch, nonce, server.spec_hash, server.address, started_at=now, moved_at=now)
+    server = replace(server, launches=launch, worker=worker, cause=None)
+    return server, (Spawn(server.name, launch, nonce),)
+
+
+def _spawn_failed(server: Server, worker: Worker, event: SpawnFailed, now: float) -> Result:
+    gone = replace(server, worker=None)
+    if server.desired is Desired.STOPPED:
+        return _enter(gone, State.STOPPED, now), ()
+    if worker.ending is not None:
+        return _queue(gone, now)
+    if event.cause.code in BLOCKING:
+        blocked = _enter(gone, State.BLOCKED, now)
+        return replace(blocked, cause=event.cause, attempt_at=now + RECHECK_S), ()
+    return _back_off(gone, event.cause, event.jitter, now)
+
+
+# --- what a worker says --------------------------------------------------------------------------
+
+Heard = Spawned | SpawnFailed | Hello | Progress | Ready | Beat | Garbled | Exited
+
+
+def _heard(server: Server, worker: Worker, event: Heard, now: float) -> Result:
+    match event:
+        case Spawned(_, pid):
+            worker = replace(worker, pid=pid, moved_at=now)
+            server = _with(server, worker)
+            return _signal_term(server, worker, now) if worker.ending else (server, ())
+        case SpawnFailed():
+            return _spawn_failed(server, worker, event, now)
+        case Hello():
+            return _hello(server, worker, event, now)
+        case Progress(_, stage, fraction):
+            if server.state is not State.LOADING or (stage, fraction) == (
+                worker.stage,
+                worker.fraction,
+            ):
+                return server, ()
+            return _with(server, replace(worker, stage=stage, fraction=fraction, moved_at=now)), ()
+        case Ready():
+            return _ready(server, worker, event, now)
+        case Beat(_, generation):
+            return _beat(server, worker, generation, now)
+        case Garbled(_, message):
+            return _protocol(server, worker, message, now)
+        case Exited():
+            return _exited(server, worker, event, now)
+        case _:
+            assert_never(event)
+
+
+def _hello(server: Server, worker: Worker, event: Hello, now: float) -> Result:
+    if event.nonce != worker.nonce:
+        return _protocol(server, worker, "its hello is not for this launch", now)
+    if event.protocol != PROTOCOL:
+        speaks = f"it speaks protocol {event.protocol}, this daemon {PROTOCOL}"
+        return _protocol(server, worker, speaks, now)
+    server = _with(server, replace(worker, moved_at=now))
+    return (_enter(server, State.LOADING, now) if server.state is State.STARTING else server), ()
+
+
+def _ready(server: Server, worker: Worker, event: Ready, now: float) -> Result:
+    if worker.ending is not None:
+        return server, ()
+    if (event.nonce, event.spec_hash) != (worker.nonce, worker.spec_hash):
+        return _protocol(server, worker, "it is ready for another launch or spec", now)
+    if server.state is State.STARTING:
+        return _protocol(server, worker, "it is ready before its hello", now)
+    if server.state is not State.LOADING:
+        return server, ()
+    ready = replace(worker, fraction=1.0, ready_at=now, moved_at=now)
+    return _enter(_with(server, ready), State.READY, now), ()
+
+
+def _beat(server: Server, worker: Worker, generation: int, now: float) -> Result:
+    if generation <= worker.generation or worker.ready_at is None:
+        return server, ()
+    server = _with(server, replace(worker, generation=generation, moved_at=now))
+    return (_enter(server, State.READY, now) if server.state is State.DEGRADED else server), ()
+
+
+def _protocol(server: Server, worker: Worker, message: str, now: float) -> Result:
+    if worker.ending is not None:
+        return server, ()
+    return _end(server, worker, "protocol", now, message)
+
+
+# --- ending a worker -----------------------------------------------------------------------------
+
+
+def _end(
+    server: Server, worker: Worker, why: Ending, now: float, message: str | None = None
+) -> Result:
+    """Begin to end *worker*; one that is already ending goes on, for the newest reason."""
+    marked = replace(worker, ending=why, ending_message=message)
+    if worker.ending is not None:
+        return _with(server, marked), ()
+    server = _with(server, marked)
+    serving = server.state in (State.READY, State.DEGRADED)
+    if serving and why in ("stop", "restart", "replace"):
+        timeout_s = server.spec.drain_timeout
+        server = _with(server, replace(marked, deadline=now + timeout_s))
+        return _enter(server, State.DRAINING, now), (
+            SendDrain(server.name, worker.launch, timeout_s),
+        )
+    return _stop_now(server, marked, now)
+
+
+def _stop_now(server: Server, worker: Worker, now: float) -> Result:
+    server = _enter(server, State.STOPPING, now)
+    if worker.pid is None:
+        return server, ()  # the signal follows when the process exists
+    return _signal_term(server, worker, now)
+
+
+def _signal_term(server: Server, worker: Worker, now: float) -> Result:
+    server = _with(server, replace(worker, deadline=now + server.spec.stop_grace))
+    return server, (SendSignal(server.name, worker.launch, "TERM"),)
+
+
+def _exited(server: Server, worker: Worker, event: Exited, now: float) -> Result:
+    last = LastExit(worker.launch, event.code, now, _classify(worker, event.code), event.tail)
+    gone = replace(server, worker=None, last_exit=last)
+    if server.desired is Desired.STOPPED:
+        return _enter(gone, State.STOPPED, now), ()
+    match worker.ending:
+        case "stop" | "restart" | "replace":
+            return _queue(gone, now)
+        case "protocol":
+            message = f"the worker broke the protocol: {worker.ending_message}"
+            hint = "worker and daemon may be of two versions: restart the daemon"
+            return _fail(gone, Cause("protocol", message, hint), now)
+        case "stalled":
+            message = f"the engine did not move for {now - worker.moved_at:.0f} s"
+            return _back_off(gone, Cause("stalled", message), event.jitter, now)
+        case "load_stalled":
+            message = f"loading did not move on for {now - worker.moved_at:.0f} s"
+            return _back_off(gone, Cause("load_stalled", message), event.jitter, now)
+        case "spawn_timeout":
+            message = f"the worker said nothing for {SPAWN_TIMEOUT_S:.0f} s"
+            return _back_off(gone, Cause("spawn_timeout", message), event.jitter, now)
+        case None:
+            return _exited_by_itself(gone, last, event, now)
+        case _:
+            assert_never(worker.ending)
+
+
+def _exited_by_itself(server: Server, last: LastExit, event: Exited, now: float) -> Result:
+    cause = Cause(last.classified, event.fatal or _describe(event.code), event.hint)
+    match event.code:
+        case WorkerExit.BAD_CONFIG:
+            return _fail(server, cause, now)
+        case WorkerExit.MODEL_MISSING | WorkerExit.PORT_TAKEN:
+            blocked = _enter(server, State.BLOCKED, now)
+            return replace(blocked, cause=cause, attempt_at=now + RECHECK_S), ()
+        case WorkerExit.OK if server.spec.restart.policy != "always":
+            return replace(_enter(server, State.STOPPED, now), cause=cause), ()
+        case _:
+            return _back_off(server, cause, event.jitter, now)
+
+
+def _back_off(server: Server, cause: Cause, jitter: float, now: float) -> Result:
+    """Try again later, or give up: `restart.max` restarts are allowed within `restart.window`."""
+    rules = server.spec.restart
+    if rules.policy == "never":
+        return _fail(server, cause, now)
+    recent = tuple(at for at in server.restarts if now - at < rules.window)
+    if len(recent) >= rules.max:
+        often = f"failed {len(recent) + 1} times within {rules.window:.0f} s; the last time: "
+        return _fail(server, replace(cause, message=often + cause.message), now)
+    first, longest = rules.backoff
+    delay = min(first * 2.0 ** min(server.failures, 32), longest) * (1 + JITTER * jitter)
+    server = _enter(server, State.BACKOFF, now)
+    return replace(
+        server,
+        cause=cause,
+        attempt_at=now + delay,
+        failures=server.failures + 1,
+        restarts=(*recent, now),
+        restarts_total=server.restarts_total + 1,
+    ), ()
+
+
+def _fail(server: Server, cause: Cause, now: float) -> Result:
+    return replace(_enter(server, State.FAILED, now), cause=cause), ()
+
+
+def _classify(worker: Worker, code: int) -> str:
+    if worker.ending is not None:
+        if worker.killed:
+            return "killed_after_grace"
+        return "stopped" if worker.ending in ("stop", "restart", "replace") else worker.ending
+    match code:
+        case -9:
+            return "killed_external"
+        case WorkerExit.OK:
+            return "exited"
+        case WorkerExit.MODEL_MISSING:
+            return "model_missing"
+        case WorkerExit.PORT_TAKEN:
+            return "port_in_use"
+        case WorkerExit.ENGINE_FAILED:
+            return "engine_failed"
+        case WorkerExit.BAD_CONFIG:
+            return "bad_config"
+        case _:
+            return "crashed"
+
+
+def _describe(code: int) -> str:
+    if code == -9:
+        return "killed from outside; the system may be out of memory"
+    return f"ended by signal {-code}" if code < 0 else f"exited with {code}"
+
+
+# --- time ----------------------------------------------------------------------------------------
+
+
+def _tick(server: Server, now: float) -> Result:
+    if server.state is State.READY and server.restarts and now >= _stable_at(server):
+        server = _forgiven(server)
+    due = wake_at(server)
+    if due is None or now < due:
+        return server, ()
+    worker = server.worker
+    match server.state:
+        case State.STARTING if worker:
+            return _end(server, worker, "spawn_timeout", now)
+        case State.LOADING if worker:
+            return _end(server, worker, "load_stalled", now)
+        case State.READY:
+            silent = Cause("stalled", "the engine's loop has not moved")
+            return replace(_enter(server, State.DEGRADED, now), cause=silent), ()
+        case State.DEGRADED if worker:
+            return _end(server, worker, "stalled", now)
+        case State.DRAINING if worker:
+            return _stop_now(server, worker, now)
+        case State.STOPPING if worker:
+            server = _with(server, replace(worker, deadline=None, killed=True))
+            return server, (SendSignal(server.name, worker.launch, "KILL"),)
+        case State.BACKOFF:
+            return _queue(server, now)
+        case State.BLOCKED:
+            return replace(server, attempt_at=now + RECHECK_S), (Recheck(server.name),)
+        case _:
+            return server, ()
+
+
+def _slept(server: Server, gap_s: float) -> Server:
+    worker = server.worker
+    if worker is None:
+        return server
+    later = None if worker.deadline is None else worker.deadline + gap_s
+    return _with(server, replace(worker, moved_at=worker.moved_at + gap_s, deadline=later))
+
+
+def _stable_at(server: Server) -> float:
+    return server.since + server.spec.restart.stable_after
+
+
+def _replace_stalled_at(server: Server, worker: Worker) -> float:
+    probe = server.spec.probe
+    return worker.moved_at + probe.stall + STALLED_JUDGEMENTS * probe.interval
+
+
+def _with(server: Server, worker: Worker) -> Server:
+    return replace(server, worker=worker)
+
+
+def _enter(server: Server, state: State, now: float) -> Server:
+    return replace(server, state=state, since=now, cause=None, attempt_at=None)

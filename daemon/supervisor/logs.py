@@ -1,0 +1,162 @@
+"""Write the servers' logs: output of workers into files that rotate, without ever holding a worker up.
+
+The event loop reads the pipes and hands the bytes to one writer thread through a bounded queue. When
+the disk is slower than the workers, or full, output is dropped and counted; workers never wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Full, Queue
+
+QUEUE_CHUNKS = 1024  # of at most 64 KiB each: how far a slow disk may lag behind
+MAX_TAIL_LINE = 4096  # bytes that `Tail` keeps of one line
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """When a log is rotated, and how many rotated files are kept."""
+
+    max_size: int
+    backups: int
+
+
+@dataclass(slots=True)
+class Tail:
+    """The last *lines* lines of a stream of bytes."""
+
+    lines: int
+    _done: deque[str] = field(default_factory=deque)
+    _rest: bytes = b""
+
+    def feed(self, data: bytes) -> None:
+        """Take in more of the stream."""
+        *whole, rest = (self._rest + data).split(b"\n")
+        self._rest = rest[-MAX_TAIL_LINE:]
+        self._done.extend(line[-MAX_TAIL_LINE:].decode(errors="replace") for line in whole)
+        while len(self._done) > self.lines:
+            self._done.popleft()
+
+    def __iter__(self) -> Iterator[str]:
+        rest = [self._rest.decode(errors="replace")] if self._rest else []
+        return iter([*self._done, *rest][-self.lines :])
+
+
+class LogWriter:
+    """Appends to log files from a thread of its own; `write` returns at once, always."""
+
+    def __init__(self, rotation: Rotation) -> None:
+        self.rotation = rotation
+        self._queue: Queue[tuple[Path, bytes] | None] = Queue(QUEUE_CHUNKS)
+        self._dropped: Counter[Path] = Counter()
+        self._thread = threading.Thread(target=self._run, name="tqd-log-writer", daemon=True)
+        self._thread.start()
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Append *data* to the file *path*, soon; drop it when the disk is too far behind."""
+        try:
+            self._queue.put_nowait((path, data))
+        except Full:
+            self._dropped[path] += len(data)
+
+    def mark(self, path: Path, text: str) -> None:
+        """Append a line about the server itself, such as the start of a launch."""
+        self.write(path, f"--- {text} ---\n".encode())
+
+    def dropped_bytes(self, path: Path) -> int:
+        """Return how much output of *path* was lost because the disk was slow or full."""
+        return self._dropped[path]
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """Write what is queued and end the thread; give up after *timeout_s*."""
+        with contextlib.suppress(Full):
+            self._queue.put(None, timeout=timeout_s)
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        files: dict[Path, _LogFile] = {}
+        while (item := self._queue.get()) is not None:
+            path, data = item
+            try:
+                files.setdefault(path, _LogFile(path)).append(data, self.rotation)
+            except OSError:
+                self._dropped[path] += len(data)
+        for file in files.values():
+            file.close()
+
+
+class LogStream:
+    """A log file as something to print to, for the daemon's own log."""
+
+    def __init__(self, path: Path, rotation: Rotation) -> None:
+        self.rotation = rotation
+        self._file = _LogFile(path)
+        self._line = ""
+
+    def write(self, text: str) -> int:
+        """Take in *text*; a line is written when it is complete."""
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            with contextlib.suppress(OSError):  # a full disk must not end the daemon
+                self._file.append(f"{line}\n".encode(), self.rotation)
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing waits here."""
+
+    def isatty(self) -> bool:
+        """A file is no terminal."""
+        return False
+
+
+class _LogFile:
+    """One log file, reopened whenever somebody moved or removed it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd: int | None = None
+
+    def append(self, data: bytes, rotation: Rotation) -> None:
+        fd = self._current()
+        size = os.fstat(fd).st_size
+        if size and size + len(data) > rotation.max_size:
+            self._rotate(rotation.backups)
+            fd = self._current()
+        while data:
+            data = data[os.write(fd, data) :]
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _current(self) -> int:
+        if self._fd is not None:
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self._fd), self._path.stat()):
+                    return self._fd
+            self.close()
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        return self._fd
+
+    def _rotate(self, backups: int) -> None:
+        """Shift ``name.log.1`` to ``.2`` and so on; the oldest goes."""
+        self.close()
+        if backups == 0:
+            self._path.unlink()
+            return
+        for number in range(backups, 1, -1):
+            with contextlib.suppress(FileNotFoundError):
+                _numbered(self._path, number - 1).replace(_numbered(self._path, number))
+        self._path.replace(_numbered(self._path, 1))
+
+
+def _numbered(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.{number}")

@@ -1,0 +1,280 @@
+"""Decide what all servers together do next: the pure core of the reconciler.
+
+A `Fleet` holds every server. *step* hands an event to the server that it concerns, then launches
+what may be launched: in the order of waiting, `max_parallel_loads` at a time, and never while an
+older process of the same server, or of the same address, still lives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from daemon.config.spec import ServerSpec
+from daemon.supervisor import lifecycle
+from daemon.supervisor.lifecycle import Address, Cause, Desired, Effect, Server, State
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Every server, in the order of the file."""
+
+    boot: str
+    """Random, one per daemon: makes nonces that no other daemon has."""
+    servers: Mapping[str, Server] = field(default_factory=dict)
+    max_parallel_loads: int = 1
+    removed: frozenset[str] = frozenset()
+    """No longer in the file: forgotten once their process is gone."""
+    waits: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """server → servers whose memory it waits for."""
+    leftovers: Mapping[str, int] = field(default_factory=dict)
+    """server → pid of a worker of an earlier daemon; nothing of that name is launched while it lives."""
+    closing: bool = False
+
+
+# --- events --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Something happened to one server."""
+
+    name: str
+    event: lifecycle.Event
+
+
+@dataclass(frozen=True, slots=True)
+class Remove:
+    """The entry is gone from the file."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """The entry is new, or needs another worker; *blocked* says why it cannot start now."""
+
+    name: str
+    spec: ServerSpec
+    spec_hash: str
+    desired: Desired
+    blocked: Cause | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Adjust:
+    """The running worker can take the change over."""
+
+    name: str
+    spec: ServerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """An accepted edit, whole. Removals come first, so that what they free is there for additions."""
+
+    changes: tuple[Remove | Put | Adjust, ...]
+    max_parallel_loads: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeftoverGone:
+    """The earlier daemon's worker of server *name* is gone."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """Time has passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Woke:
+    """The machine slept for *gap_s* seconds."""
+
+    gap_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The daemon ends: stop every worker, launch nothing any more. What is desired stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hasten:
+    """Whoever ends the daemon has run out of patience: no more waiting for running requests."""
+
+
+Event = Told | Apply | LeftoverGone | Passed | Woke | Close | Hasten
+
+
+def step(fleet: Fleet, event: Event, now: float) -> tuple[Fleet, tuple[Effect, ...]]:
+    """Return *fleet* after *event*, and what the world must do about it, in order."""
+    turn = _Turn(fleet, now)
+    match event:
+        case Told(name, news):
+            turn.tell(name, news)
+        case Apply():
+            turn.apply(event)
+        case LeftoverGone(name):
+            left = {other: pid for other, pid in fleet.leftovers.items() if other != name}
+            turn.fleet = replace(fleet, leftovers=left)
+        case Passed():
+            turn.tell_all(lifecycle.Tick())
+        case Woke(gap_s):
+            turn.tell_all(lifecycle.Slept(gap_s))
+        case Close():
+            turn.fleet = replace(turn.fleet, closing=True)
+            turn.tell_all(lifecycle.Stop())
+        case Hasten():
+            turn.tell_all(lifecycle.Hurry())
+    turn.forget_removed()
+    turn.launch()
+    return turn.fleet, tuple(turn.effects)
+
+
+def wake_at(fleet: Fleet) -> float | None:
+    """Return when *fleet* next needs `Passed`, or None."""
+    return min(
+        (at for server in fleet.servers.values() if (at := lifecycle.wake_at(server)) is not None),
+        default=None,
+    )
+
+
+def settled(fleet: Fleet) -> bool:
+    """Whether no process is left; a closing daemon may end."""
+    return all(server.worker is None for server in fleet.servers.values())
+
+
+class _Turn:
+    """One call of *step*: the fleet as it becomes, and the effects so far."""
+
+    def __init__(self, fleet: Fleet, now: float) -> None:
+        self.fleet = fleet
+        self.now = now
+        self.effects: list[Effect] = []
+
+    def tell(self, name: str, event: lifecycle.Event) -> None:
+        server = self.fleet.servers.get(name)
+        if server is None:
+            return
+        after, effects = lifecycle.step(server, event, self.now)
+        self._put(after)
+        self.effects.extend(effects)
+
+    def tell_all(self, event: lifecycle.Event) -> None:
+        for name in self.fleet.servers:
+            self.tell(name, event)
+
+    def apply(self, event: Apply) -> None:
+        freed = frozenset(change.name for change in event.changes if isinstance(change, Remove))
+        self.fleet = replace(self.fleet, max_parallel_loads=event.max_parallel_loads)
+        for change in event.changes:
+            match change:
+                case Remove(name):
+                    self.fleet = replace(self.fleet, removed=self.fleet.removed | {name})
+                    self.tell(name, lifecycle.Stop())
+                case Put():
+                    self._put_entry(change, freed)
+                case Adjust(name, spec):
+                    self.tell(name, lifecycle.Update(spec))
+
+    def _put_entry(self, change: Put, freed: frozenset[str]) -> None:
+        name = change.name
+        if name not in self.fleet.servers:
+            self._put(Server(name, change.spec, change.spec_hash, since=self.now))
+            if freed:
+                self.fleet = replace(self.fleet, waits={**self.fleet.waits, name: freed})
+        self.fleet = replace(self.fleet, removed=self.fleet.removed - {name})
+        if change.desired is Desired.STOPPED:
+            self.tell(name, lifecycle.Stop())
+            self.tell(name, lifecycle.Replace(change.spec, change.spec_hash))
+            return
+        self.tell(name, lifecycle.Replace(change.spec, change.spec_hash))
+        self.tell(name, lifecycle.Start())
+        if change.blocked is not None:
+            self.tell(name, lifecycle.Block(change.blocked))
+
+    def forget_removed(self) -> None:
+        servers = self.fleet.servers
+        gone = {name for name in self.fleet.removed & servers.keys() if not servers[name].worker}
+        if gone:
+            self.fleet = replace(
+                self.fleet,
+                servers={name: it for name, it in servers.items() if name not in gone},
+                removed=self.fleet.removed - gone,
+                waits={
+                    name: freed - gone
+                    for name, freed in self.fleet.waits.items()
+                    if name not in gone and freed - gone
+                },
+            )
+
+    def launch(self) -> None:
+        """Grant a launch to every server whose turn it is."""
+        if self.fleet.closing:
+            return
+        queue = [server for server in self.fleet.servers.values() if server.queued]
+        for server in sorted(queue, key=lambda server: server.since):
+            if sum(map(_loads, self.fleet.servers.values())) >= self.fleet.max_parallel_loads:
+                return
+            if self._may_launch(server):
+                self.tell(server.name, lifecycle.Grant(self._nonce(server)))
+
+    def _may_launch(self, server: Server) -> bool:
+        if server.name in self.fleet.leftovers:
+            return False
+        waits = self.fleet.waits.get(server.name, frozenset())
+        return not any(
+            other.name in waits or other.worker.address == server.address
+            for other in self.fleet.servers.values()
+            if other.worker is not None
+        )
+
+    def _nonce(self, server: Server) -> str:
+        text = f"{self.fleet.boot}\0{server.name}\0{server.launches + 1}"
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    def _put(self, server: Server) -> None:
+        self.fleet = replace(self.fleet, servers={**self.fleet.servers, server.name: server})
+
+
+def _loads(server: Server) -> bool:
+    """Whether *server* is busy loading its model."""
+    return server.worker is not None and server.state in (State.STARTING, State.LOADING)
+
+
+# --- who listens where ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """A socket that must be open; *away* is the server for which the supervisor answers 503."""
+
+    address: Address
+    owner: str
+    away: Server | None = None
+
+
+def listeners(fleet: Fleet) -> Mapping[Address, Listener]:
+    """Return every socket that the supervisor must hold, by address.
+
+    A worker's address stays open as long as the worker lives, and the address of a server that is
+    to have a worker is open already: nobody else can take it, and no connection is refused. It is
+    closed while a server is stopped, blocked or failed.
+    """
+    found = {it.address: it for it in _worker_listeners(fleet)}
+    for server in fleet.servers.values():
+        to_come = server.desired is Desired.RUNNING and not fleet.closing
+        waiting = server.worker is not None or server.state in (State.STARTING, State.BACKOFF)
+        if to_come and waiting and server.address not in found:
+            found[server.address] = Listener(server.address, server.name, away=server)
+    return found
+
+
+def _worker_listeners(fleet: Fleet) -> Iterator[Listener]:
+    for server in fleet.servers.values():
+        if server.worker is not None:
+            yield Listener(server.worker.address, server.name)

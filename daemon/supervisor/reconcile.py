@@ -1,0 +1,211 @@
+"""Keep reality equal to what is wanted: the one writer of the daemon's state.
+
+Everything that happens comes in through one queue and is put to the pure core (daemon.supervisor.plan)
+one after another; this module carries out what the core answers and logs what changed. It decides
+nothing itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import assert_never
+
+from structlog.typing import FilteringBoundLogger
+
+from daemon.config import wire
+from daemon.config.prepare import PreparedServer, live_message, worker_spec
+from daemon.config.spec import DaemonSpec
+from daemon.log import get_logger
+from daemon.supervisor import lifecycle, plan
+from daemon.supervisor.lifecycle import Cause, Effect, Server, State
+from daemon.supervisor.plan import Fleet, Told
+from daemon.supervisor.sockets import AddressTakenError, Sockets, bind
+from daemon.supervisor.workers import Workers
+
+IDLE_S = 1.0  # the loop turns at least this often; its turning is what a watchdog watches
+SLEPT_S = (
+    5.0  # a turn that is late by this much means that the machine, workers included, stood still
+)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What servers.yaml asks for, made ready to run."""
+
+    servers: Mapping[str, PreparedServer] = field(default_factory=dict)
+    daemon: DaemonSpec = field(default_factory=DaemonSpec)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    event: plan.Event
+    wanted: Wanted | None = None
+    done: asyncio.Future[None] | None = None
+
+
+class Reconciler:
+    """Owns the fleet. Give it its workers, then await `run`.
+
+    *turned* is called after every turn of the loop, *recheck* when only reading the configuration
+    again can tell whether a server is still blocked.
+    """
+
+    workers: Workers
+
+    def __init__(
+        self,
+        *,
+        sockets: Sockets,
+        log_path: Callable[[str, DaemonSpec], Path],
+        clock: Callable[[], float],
+        leftovers: Mapping[str, int],
+        turned: Callable[[], None],
+        recheck: Callable[[], None],
+    ) -> None:
+        self.fleet = Fleet(boot=secrets.token_hex(16), leftovers=leftovers)
+        self.wanted = Wanted()
+        self._sockets = sockets
+        self._log_path = log_path
+        self._clock = clock
+        self._turned = turned
+        self._recheck = recheck
+        self._queue: asyncio.Queue[_Job] = asyncio.Queue()
+        self._log = get_logger()
+
+    def post(self, name: str, event: lifecycle.Event) -> None:
+        """Put *event* about server *name* in the queue."""
+        self.tell(Told(name, event))
+
+    def tell(self, event: plan.Event) -> None:
+        """Put *event* in the queue."""
+        self._queue.put_nowait(_Job(event))
+
+    async def submit(self, event: plan.Event, wanted: Wanted | None = None) -> None:
+        """Put *event* in the queue and wait until it is dealt with; *wanted* is in force from then on."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.put_nowait(_Job(event, wanted, done))
+        await done
+
+    async def run(self) -> None:
+        """Deal with events until the fleet is closed and its last process is gone."""
+        turned_at = self._clock()
+        while not (self.fleet.closing and plan.settled(self.fleet)):
+            job = await self._next()
+            gap_s = self._clock() - turned_at
+            if gap_s > IDLE_S + SLEPT_S:
+                await self._turn(_Job(plan.Woke(gap_s)))
+            turned_at = self._clock()
+            await self._turn(job)
+            self._turned()
+        await self._sockets.close()
+
+    async def _next(self) -> _Job:
+        due = plan.wake_at(self.fleet)
+        wait_s = IDLE_S if due is None else min(max(due - self._clock(), 0.0), IDLE_S)
+        try:
+            async with asyncio.timeout(wait_s):
+                return await self._queue.get()
+        except TimeoutError:
+            return _Job(plan.Passed())
+
+    async def _turn(self, job: _Job) -> None:
+        before = self.fleet
+        if job.wanted is not None:
+            self.wanted = job.wanted
+        self.fleet, effects = plan.step(before, job.event, self._clock())
+        self._log_changes(before)
+        await self._arrange_sockets()
+        for effect in effects:
+            self._carry_out(effect)
+        if job.done is not None and not job.done.done():
+            job.done.set_result(None)
+
+    async def _arrange_sockets(self) -> None:
+        refused = await self._sockets.arrange(plan.listeners(self.fleet))
+        for server in self.fleet.servers.values() if refused else ():
+            error = refused.get(server.address)
+            if error is not None and server.worker is None:
+                self.post(server.name, lifecycle.Block(_port_in_use(error)))
+
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case lifecycle.Spawn(name, launch, nonce):
+                self._spawn(name, launch, nonce)
+            case lifecycle.SendDrain(name, launch, timeout_s):
+                self.workers.send(name, launch, wire.Drain(timeout_s=timeout_s))
+            case lifecycle.SendLive(name, launch):
+                server = self.wanted.servers[name]
+                self.workers.send(name, launch, live_message(server))
+            case lifecycle.SendSignal(name, launch, signal):
+                self.workers.signal(name, launch, signal)
+            case lifecycle.Recheck(name):
+                self._look_again(self.fleet.servers[name])
+            case _:
+                assert_never(effect)
+
+    def _spawn(self, name: str, launch: int, nonce: str) -> None:
+        prepared, daemon = self.wanted.servers[name], self.wanted.daemon
+        if prepared.blocked is not None:
+            self.workers.refuse(name, launch, Cause(*prepared.blocked))
+            return
+        spec = worker_spec(prepared, launch=launch, nonce=nonce, log_level=daemon.log.level)
+        self.workers.spawn(spec, self._log_path(name, daemon))
+
+    def _look_again(self, server: Server) -> None:
+        if server.cause is None or server.cause.code != "port_in_use":
+            self._recheck()
+            return
+        try:
+            bind(server.address).close()
+        except AddressTakenError as error:
+            self.post(server.name, lifecycle.Block(_port_in_use(error)))
+        else:
+            self.post(server.name, lifecycle.Unblock())
+
+    def _log_changes(self, before: Fleet) -> None:
+        for name, server in self.fleet.servers.items():
+            earlier = before.servers.get(name)
+            if earlier is not None and earlier is not server:
+                _log_change(self._log.bind(server=name), earlier, server)
+
+
+def _port_in_use(error: AddressTakenError) -> Cause:
+    return Cause("port_in_use", error.message, error.hint)
+
+
+def _log_change(log: FilteringBoundLogger, before: Server, after: Server) -> None:
+    """Log the change of one server, in one line per thing that happened."""
+    exit_, cause, worker = after.last_exit, after.cause, after.worker
+    why = {} if cause is None else {"code": cause.code, "reason": cause.message}
+    if exit_ is not None and exit_ is not before.last_exit:
+        log.info("worker.exited", exit_code=exit_.code, classified=exit_.classified)
+    if before.state is State.DRAINING and after.state is State.STOPPING:
+        log.warning("worker.drain_timed_out", drain_s=before.spec.drain_timeout)
+    if after.state is before.state:
+        return
+    match after.state:
+        case State.LOADING:
+            log.info("worker.loading")
+        case State.READY if before.state is State.LOADING and worker and worker.ready_at:
+            log.info("worker.ready", load_s=round(worker.ready_at - worker.started_at, 3))
+        case State.READY:
+            log.info("worker.ready", recovered=True)
+        case State.DEGRADED:
+            log.warning("worker.degraded", **why)
+        case State.DRAINING:
+            log.info("worker.draining", drain_s=after.spec.drain_timeout)
+        case State.BACKOFF if after.attempt_at is not None:
+            delay_s = round(after.attempt_at - after.since, 1)
+            log.warning("worker.backed_off", delay_s=delay_s, restarts=len(after.restarts), **why)
+        case State.FAILED:
+            log.error("worker.failed", **why)
+        case State.BLOCKED:
+            log.warning("worker.blocked", **why)
+        case State.STOPPED:
+            log.info("worker.stopped", **why)
+        case _:
+            pass

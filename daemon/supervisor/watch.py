@@ -1,0 +1,135 @@
+"""Notice that servers.yaml, an include or a policy has changed, whatever way it was saved.
+
+The truth is a stat of every file once a second: renames, symlink swaps, bind mounts, network disks
+and writes within one second all show there. The system's own notifications, where they work, only
+make that look come sooner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+
+from watchdog.events import FileSystemEvent, FileSystemEventHandler
+from watchdog.observers import Observer
+from watchdog.observers.api import BaseObserver
+
+from daemon.log import get_logger
+
+POLL_S = 1.0
+SETTLE_S = 0.3  # an editor is done when two looks this far apart agree
+LEAST_S = 0.1  # between two looks, however busy the folder is
+
+Stat = tuple[int, int, int, int] | None
+Look = dict[Path, Stat]
+
+_CHANGES = frozenset({"created", "modified", "moved", "deleted", "closed"})
+
+
+def look(files: Iterable[Path]) -> Look:
+    """Return what identifies the content of each file short of reading it; None for one that is not there."""
+    return {path: _stat(path) for path in files}
+
+
+def _stat(path: Path) -> Stat:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size)
+
+
+class Watch:
+    """Calls *changed* after the watched files have changed and come to rest."""
+
+    def __init__(self, changed: Callable[[], Awaitable[None]]) -> None:
+        self._changed = changed
+        self._seen: Look = {}
+        self._folders: frozenset[Path] = frozenset()
+        self._wake = asyncio.Event()
+
+    def follow(self, seen: Look) -> None:
+        """Watch the files of *seen*, a look taken before they were read."""
+        self._seen = seen
+        self._folders = frozenset(path.parent for path in seen)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        observer = _Observer(asyncio.get_running_loop(), self._wake)
+        try:
+            while True:
+                await asyncio.to_thread(observer.observe, self._folders)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(POLL_S):
+                        await self._wake.wait()
+                self._wake.clear()
+                if await asyncio.to_thread(look, tuple(self._seen)) != self._seen:
+                    self._seen = await self._at_rest()
+                    await self._changed()
+                await asyncio.sleep(LEAST_S)
+        finally:
+            observer.stop()
+
+    async def _at_rest(self) -> Look:
+        """Return the first of two equal looks."""
+        before = await asyncio.to_thread(look, tuple(self._seen))
+        while True:
+            await asyncio.sleep(SETTLE_S)
+            after = await asyncio.to_thread(look, tuple(self._seen))
+            if after == before:
+                return before
+            before = after
+
+
+class _Observer:
+    """Sets *wake* when something happens in the observed folders, as far as the system tells."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, wake: asyncio.Event) -> None:
+        self._loop = loop
+        self._set = wake.set
+        self._folders: frozenset[Path] = frozenset()
+        self._observer: BaseObserver | None = None
+        self._log = get_logger()
+
+    def observe(self, folders: frozenset[Path]) -> None:
+        """Observe *folders* instead of the ones before; what cannot be observed is polled all the same."""
+        existing = frozenset(folder for folder in folders if folder.is_dir())
+        if existing == self._folders:
+            return
+        self.stop()
+        self._folders = existing
+        observer = Observer()
+        try:
+            for folder in existing:
+                observer.schedule(_Nudge(self._nudge), str(folder))
+            observer.start()
+        except OSError as error:  # out of inotify instances or watches
+            self._log.warning("watch.unavailable", error=str(error), poll_s=POLL_S)
+            return
+        self._observer = observer
+
+    def stop(self) -> None:
+        """Observe nothing."""
+        observer, self._observer = self._observer, None
+        if observer is not None:
+            observer.stop()
+            observer.join(timeout=1)
+
+    def _nudge(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._set)
+
+
+class _Nudge(FileSystemEventHandler):
+    """Forwards events that can mean a change; opening and reading, our own included, cannot."""
+
+    def __init__(self, nudge: Callable[[], None]) -> None:
+        self._nudge = nudge
+
+    def on_any_event(self, event: FileSystemEvent) -> None:
+        """Nudge, from the observer's thread."""
+        if event.event_type in _CHANGES:
+            self._nudge()

@@ -1,0 +1,193 @@
+"""Carry out what is decided about workers, and report back what becomes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import assert_never
+
+from daemon.config import wire
+from daemon.log import get_logger
+from daemon.supervisor import environment, lifecycle
+from daemon.supervisor.leftovers import Register
+from daemon.supervisor.lifecycle import TAIL_LINES, Cause
+from daemon.supervisor.logs import LogWriter, Tail
+from daemon.supervisor.process import Child, Message
+from daemon.supervisor.sockets import Sockets
+
+Post = Callable[[str, lifecycle.Event], None]
+
+
+@dataclass(slots=True)
+class Report:
+    """What the newest worker of a server has said; it stays when the worker is gone."""
+
+    launch: int
+    ready: wire.Ready | None = None
+    snapshot: wire.Snapshot | None = None
+    sampled_at: float | None = None
+    acknowledged: str | None = None
+
+
+class Workers:
+    """The processes of all servers. *post* takes what happens to them, from the event loop."""
+
+    def __init__(
+        self,
+        *,
+        tasks: asyncio.TaskGroup,
+        post: Post,
+        sockets: Sockets,
+        register: Register,
+        logs: LogWriter,
+        environ: Mapping[str, str],
+        clock: Callable[[], float],
+    ) -> None:
+        self.reports: dict[str, Report] = {}
+        self._tasks = tasks
+        self._post = post
+        self._sockets = sockets
+        self._register = register
+        self._logs = logs
+        self._environ = environ
+        self._clock = clock
+        self._preload = environment.openblas()
+        self._children: dict[tuple[str, int], Child] = {}
+        self._log = get_logger()
+
+    def spawn(self, spec: wire.WorkerSpec, log_path: Path) -> None:
+        """Start a worker; `Spawned` or `SpawnFailed` follows."""
+        server = spec.server
+        address = lifecycle.Address(server.host, server.port)
+        listener = self._sockets.get(address)
+        if listener is None:
+            self.refuse(spec.name, spec.launch, Cause("port_in_use", f"{address} cannot be had"))
+            return
+        command = environment.worker_command(server, self._environ)
+        try:
+            child = Child.spawn(
+                command,
+                environment.worker_environment(server, self._environ, preload=self._preload),
+                spec,
+                listener,
+            )
+        except OSError as error:
+            message = f"cannot start {command[0]}: {error.strerror}"
+            self.refuse(spec.name, spec.launch, Cause("spawn_failed", message))
+            return
+        self._register.add(spec.name, child.pid, spec.nonce)
+        self._children[spec.name, spec.launch] = child
+        report = self.reports[spec.name] = Report(spec.launch)
+        self._log.info(
+            "worker.started",
+            server=spec.name,
+            launch=spec.launch,
+            pid=child.pid,
+            spec_hash=spec.spec_hash,
+        )
+        self._logs.mark(log_path, f"launch {spec.launch} pid {child.pid} spec {spec.spec_hash}")
+        self._post(spec.name, lifecycle.Spawned(spec.launch, child.pid))
+        desk = _Desk(
+            spec.launch,
+            report,
+            post=partial(self._post, spec.name),
+            write=partial(self._logs.write, log_path),
+            clock=self._clock,
+        )
+        self._tasks.create_task(self._attend(child, desk, log_path), name=f"worker {spec.name}")
+
+    def refuse(self, name: str, launch: int, cause: Cause) -> None:
+        """Report that a launch did not come to be."""
+        self._post(name, lifecycle.SpawnFailed(launch, cause, _jitter()))
+
+    def send(self, name: str, launch: int, message: wire.Message) -> None:
+        """Say *message* to a worker, if it still lives."""
+        if child := self._children.get((name, launch)):
+            child.send(message)
+
+    def signal(self, name: str, launch: int, signal: lifecycle.Signal) -> None:
+        """Send TERM to a worker, or KILL to its group, if it still lives."""
+        child = self._children.get((name, launch))
+        if child is None:
+            return
+        if signal == "TERM":
+            self._log.info("worker.signalled", server=name, pid=child.pid, signal=signal)
+            child.terminate()
+        else:
+            self._log.error("worker.killed", server=name, pid=child.pid)
+            child.kill()
+
+    async def _attend(self, child: Child, desk: _Desk, log_path: Path) -> None:
+        spec = child.spec
+        code = await child.attend(desk)
+        del self._children[spec.name, spec.launch]
+        self._register.drop(child.pid)
+        how = f"signal {-code}" if code < 0 else f"code {code}"
+        self._logs.mark(log_path, f"launch {spec.launch} pid {child.pid} ended with {how}")
+        fatal = desk.fatal
+        self._post(
+            spec.name,
+            lifecycle.Exited(
+                spec.launch,
+                code,
+                tail=tuple(desk.tail),
+                fatal=fatal.message if fatal else None,
+                hint=fatal.hint if fatal else None,
+                jitter=_jitter(),
+            ),
+        )
+
+
+class _Desk:
+    """Where one worker's messages and output arrive."""
+
+    def __init__(
+        self,
+        launch: int,
+        report: Report,
+        post: Callable[[lifecycle.Event], None],
+        write: Callable[[bytes], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.tail = Tail(TAIL_LINES)
+        self.fatal: wire.Fatal | None = None
+        self._launch = launch
+        self._report = report
+        self._post = post
+        self._write = write
+        self._clock = clock
+
+    def message(self, message: Message) -> None:
+        report, launch = self._report, self._launch
+        match message:
+            case wire.Hello(nonce=nonce, protocol=protocol):
+                self._post(lifecycle.Hello(launch, nonce, protocol))
+            case wire.Progress(stage=stage, fraction=fraction):
+                self._post(lifecycle.Progress(launch, stage, fraction))
+            case wire.Ready(nonce=nonce, spec_hash=spec_hash):
+                report.ready = message
+                self._post(lifecycle.Ready(launch, nonce, spec_hash))
+            case wire.Snapshot(generation=generation):
+                report.snapshot, report.sampled_at = message, self._clock()
+                self._post(lifecycle.Beat(launch, generation))
+            case wire.Ack(spec_hash=spec_hash):
+                report.acknowledged = spec_hash
+            case wire.Fatal():
+                self.fatal = message
+            case _:
+                assert_never(message)
+
+    def garbled(self, problem: str) -> None:
+        self._post(lifecycle.Garbled(self._launch, problem))
+
+    def output(self, data: bytes) -> None:
+        self.tail.feed(data)
+        self._write(data)
+
+
+def _jitter() -> float:
+    return random.uniform(-1.0, 1.0)
