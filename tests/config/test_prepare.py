@@ -104,6 +104,20 @@ def test_a_model_in_the_hub_cache_is_found(ask: Ask, make_model: MakeModel, tmp_
     assert ask("chat: {model: org/name, port: 1}").servers["chat"].model_path == folder
 
 
+@pytest.mark.parametrize("variable", ["HF_HUB_CACHE", "HF_HOME"])
+def test_a_server_may_have_a_hub_cache_of_its_own(
+    ask: Ask, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """What `env:` tells the worker must hold for the one who looks for the worker's model."""
+    monkeypatch.delenv("HF_HUB_CACHE")
+    folder = make_model(tmp_path / "own" / "hub" / "models--org--name" / "snapshots" / "abc")
+    value = tmp_path / "own" / "hub" if variable == "HF_HUB_CACHE" else tmp_path / "own"
+    server = ask(
+        f"chat: {{model: org/name, revision: abc, port: 1, env: {{{variable}: {value}}}}}"
+    ).servers["chat"]
+    assert server.model_path == folder
+
+
 def test_a_config_without_weights_is_planned_but_cannot_start(
     ask: Ask, make_model: MakeModel, tmp_path: Path
 ) -> None:
