@@ -8,7 +8,7 @@ bounded. Merge keys (`<<`) are applied, because they are explicit.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import yaml
@@ -22,6 +22,7 @@ MAX_NODES = (
     400_000  # aliases counted each time they are used; 1,000 servers with every key need 60,000
 )
 
+_EXACT_CHARACTERS = 200_000  # a second's work for PyYAML's own parser
 _MERGE = "<<"
 _TEXT_TAGS = ("!", "tag:yaml.org,2002:str")
 _UNUSABLE = re.compile("[\0\ud800-\udfff]")  # no path, variable or JSON document can hold these
@@ -111,25 +112,30 @@ def compose(text: str, file: str, problems: list[Problem]) -> Node | None:
     Raises:
         ConfigError: *text* is not YAML, or is built to exhaust a reader.
     """
+    fast = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        return _composed(text, file, problems, fast)
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            [*problems, _syntax_problem(_exact(text, file) or error, text, file)]
+        ) from error
+
+
+def _composed(
+    text: str, file: str, problems: list[Problem], loader: type[yaml.SafeLoader]
+) -> Node | None:
     composer = _Composer(file, problems)
-    for event in _events(text, file):
+    for event in yaml.parse(text, Loader=loader):
         composer.take(event)
     return composer.root
 
 
-def _events(text: str, file: str) -> Iterator[yaml.Event]:
-    fast = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+def _exact(text: str, file: str) -> yaml.YAMLError | None:
+    """Return what PyYAML's own parser says: libyaml is quick, but points and explains less exactly."""
+    if len(text) > _EXACT_CHARACTERS:
+        return None
     try:
-        yield from yaml.parse(text, Loader=fast)
-    except yaml.YAMLError as error:
-        # libyaml is quick, but PyYAML's own parser points more exactly and says more
-        raise ConfigError([_syntax_problem(_exact(text) or error, text, file)]) from error
-
-
-def _exact(text: str) -> yaml.YAMLError | None:
-    try:
-        for _ in yaml.parse(text, Loader=yaml.SafeLoader):
-            pass
+        _composed(text, file, [], yaml.SafeLoader)
     except yaml.YAMLError as error:
         return error
     return None

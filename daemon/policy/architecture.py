@@ -3,6 +3,7 @@
 Everything is decided by config.json and policies/architectures.yaml, which says what mlx-lm's model
 modules do with it. The layers come in the order of the caches that the model's `make_cache` returns;
 layers that read another one's cache follow after them, and blocks without any cache are left out.
+Where mlx-lm keeps a recurrent state beside the KV cache of one layer, in a CacheList, it is one layer.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ _CONTEXT = (
 )  # fmt: skip
 _VOCAB = ("vocab_size", "num_vocab")
 _MULTIMODAL_KEYS = ("vision_config", "audio_config", "image_token_id", "audio_token_id")
+
+_MOST_LAYERS = 4096  # far above any model; a wrong number must not fill the memory
+_NO_CONTEXT = "config.json does not say how long the context may be"
 
 _LATENT = Dims(kv_heads=1, head_dim="kv_lora_rank", head_dim_v="qk_rope_head_dim")
 _EXPANDED = Dims(
@@ -63,7 +67,8 @@ class Layer:
 class Architecture:
     """What a KV policy needs to know of a model.
 
-    *family* is mlx-lm's module. *stock_cache* says why the model must keep mlx-lm's own cache, if it
+    *family* is mlx-lm's module; *n_heads* counts query heads, of the first layer where layers differ.
+    *stock_cache* says why the model must keep mlx-lm's own cache, if it
     must; *boundary_k* is the number of boundary layers whose keys need 8 bits. *notes* tell which
     values were assumed and what else a user should know.
     """
@@ -110,13 +115,13 @@ def read_architecture(config: Mapping[str, object]) -> Architecture:
     notes = [
         *reader.notes,
         *([family.note] if family.note else []),
-        *(["config.json does not say how long the context may be"] if context is None else []),
+        *([_NO_CONTEXT] if attends and context is None else []),
     ]
     return Architecture(
         model_type=model_type,
         family=name,
         layers=layers,
-        n_heads=_heads(family.dims, reader, None) if attends else 0,
+        n_heads=_heads(family.dims, reader, 0) if attends else 0,
         max_context=context,
         vocab_size=reader.first(*_VOCAB) or Reader(config, {}).first(*_VOCAB),
         stock_cache=family.stock,
@@ -174,16 +179,16 @@ def _inner(
         case by_type:
             text_type = text.get("model_type")
             chosen = rules.families[by_type.get(str(text_type), by_type["*"])]
-    own = {name: getattr(family, name) for name in family.model_fields_set}
-    return (
-        name,
-        chosen.model_copy(update=own | {"defaults": chosen.defaults | family.defaults}),
-        text,
-    )
+    said = {field: getattr(family, field) for field in family.model_fields_set}
+    said["defaults"] = chosen.defaults | family.defaults
+    return name, chosen.model_copy(update=said), text
 
 
 def _layers(family: Family, reader: Reader) -> tuple[Layer, ...]:
-    blocks = layer_kinds(family.layers, reader, reader.first(*_LAYERS))
+    n_layers = reader.first(*_LAYERS)
+    if n_layers is not None and n_layers > _MOST_LAYERS:
+        raise PolicyError("", f"config.json describes {n_layers} layers; more than {_MOST_LAYERS}")
+    blocks = layer_kinds(family.layers, reader, n_layers)
     kinds = [LayerKind.LATENT if _is_latent(kind, family) else kind for kind in blocks]
     own = len(kinds) - (reader.number(family.shared) if family.shared else 0)
     layers = [Layer(index, kind) for index, kind in enumerate(family.prefix)]
@@ -251,7 +256,7 @@ def _present(ref: Ref, reader: Reader) -> bool:
     return not isinstance(ref, str) or ref in ("heads", "derived") or reader.get(ref) is not None
 
 
-def _resolve(ref: Ref, reader: Reader, block: int | None) -> int:
+def _resolve(ref: Ref, reader: Reader, block: int) -> int:
     match ref:
         case int():
             return ref
@@ -261,11 +266,9 @@ def _resolve(ref: Ref, reader: Reader, block: int | None) -> int:
             return sum(reader.number(key, block) for key in keys)
 
 
-def _heads(dims: Dims, reader: Reader, block: int | None) -> int:
+def _heads(dims: Dims, reader: Reader, block: int) -> int:
     if dims.heads is not None:
         return _resolve(dims.heads, reader, block)
-    if block is None and isinstance(per_layer := reader.get(_HEADS[-1]), list):
-        return max(int(count) for count in per_layer)
     return reader.first(*_HEADS, layer=block) or 0
 
 

@@ -52,7 +52,7 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Whether they leave the memory at least full."""
+        """Whether the memory is enough."""
         return self.needed_bytes <= self.memory_bytes
 
 
@@ -77,8 +77,8 @@ def kv_bytes(
 ) -> int:
     """Return the bytes of *sequences* live sequences of *context_tokens* each.
 
-    Sinks, tail and the tile that is being filled count at 16 bits; layers with a window keep no more
-    than it; the states of recurrent layers, which do not grow, are left out.
+    Sinks, and the tail at its fullest, count at 16 bits; layers with a window keep no more than it;
+    the states of recurrent layers, which do not grow, are left out.
     """
     pairs = zip(policy.layers, arch.layers, strict=True)
     return sequences * sum(_layer_bytes(plan, layer, context_tokens) for plan, layer in pairs)
@@ -129,22 +129,14 @@ def _layer_bytes(plan: LayerPlan, layer: Layer, tokens: int) -> int:
         return _exact_bytes(layer, min(tokens, layer.window))
     if plan.effective == _EXACT:
         return _exact_bytes(layer, tokens)
-    packed = _packed_tokens(tokens, plan.tail_tokens)
-    tail = max(0, tokens - packed)
-    slots = -(-packed // TILE_TOKENS) * TILE_TOKENS
-    return round(slots * _token_bytes(layer, plan.effective)) + _exact_bytes(
-        layer, tail + min(plan.sink_tokens, packed)
-    )
-
-
-def _packed_tokens(tokens: int, tail_tokens: int) -> int:
-    """Return how many of *tokens* are packed: whole tiles before the tail, or all without one.
-
-    Slots of sink tokens are among them: they stay unused, so that pages do not depend on the sinks.
-    """
-    if tail_tokens == 0:
-        return tokens
-    return max(0, tokens - tail_tokens) // TILE_TOKENS * TILE_TOKENS
+    tail = plan.tail_tokens
+    # without a tail every token is packed at once, else whole tiles once the tail is full
+    packed = max(0, tokens - tail) // TILE_TOKENS if tail else -(-tokens // TILE_TOKENS)
+    fullest = min(tokens, tail + TILE_TOKENS - 1) if tail else 0
+    # the slots of sink tokens stay unused in their tile, so that pages do not depend on the sinks
+    exact_tokens = min(tokens, fullest + plan.sink_tokens)
+    packed_bytes = packed * TILE_TOKENS * _token_bytes(layer, plan.effective)
+    return round(packed_bytes) + _exact_bytes(layer, exact_tokens)
 
 
 def _token_bytes(layer: Layer, scheme: Scheme) -> float:

@@ -24,14 +24,21 @@ def load(path: Path, model: type[Model]) -> Model:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        _check_keys(yaml.compose(text, yaml.SafeLoader))
-        data = yaml.safe_load(text)
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        _check_keys(node)
+        data = None if node is None else loader.construct_document(node)
     except (OSError, UnicodeDecodeError) as error:
         raise refused(path, f"cannot be read: {error}") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line, col = (mark.line + 1, mark.column + 1) if mark else (0, 0)
         raise ConfigError([Problem(str(path), line, col, "", f"{error.problem}")]) from error
+    except yaml.YAMLError as error:
+        raise refused(path, f"not YAML: {error}") from error
+    except (RecursionError, TypeError, ValueError) as error:
+        # nested too deep, a key that is no scalar, a date that is none
+        raise refused(path, "not YAML of the kind a policy is made of") from error
     try:
         return model.model_validate(data)
     except ValidationError as error:

@@ -12,8 +12,8 @@ from daemon.policy.spec import LayerRule, Match
 
 TILE_TOKENS = 32  # tokens are packed one tile at a time
 
-_RANGE = re.compile(r"(\d+)-(\d+)")
-_ENDS = re.compile(r"(first|last):([1-9]\d*)")
+_RANGE = re.compile(r"(\d{1,6})-(\d{1,6})")
+_ENDS = re.compile(r"(first|last):([1-9]\d{0,5})")
 _FORMS = 'all, full, sliding, "0-3", "first:2", "last:2" or a list such as [0, 5, 9]'
 
 
@@ -68,25 +68,23 @@ def matching(match: Match, layers: Sequence[Layer], path: str) -> frozenset[int]
     Raises:
         PolicyError: it means no layer, or one that the model does not have.
     """
-    indices = range(len(layers))
     cached = [
         layer.index for layer in layers if layer.kind not in (LayerKind.RECURRENT, LayerKind.SHARED)
     ]
+    wanted: Sequence[int]
     if isinstance(match, list):
-        wanted, available = match, list(indices)
+        wanted = match
     elif found := _RANGE.fullmatch(match):
-        wanted, available = [*range(int(found[1]), int(found[2]) + 1)], list(indices)
+        wanted = range(int(found[1]), int(found[2]) + 1)
     elif found := _ENDS.fullmatch(match):
-        count, available = int(found[2]), cached
-        enough = count <= len(cached)
+        count = int(found[2])
         ends = cached[:count] if found[1] == "first" else cached[-count:]
-        wanted = ends if enough else []
+        wanted = ends if count <= len(cached) else []
     elif match == "all":
-        wanted, available = list(indices), list(indices)
+        wanted = range(len(layers))
     else:
         wanted = [layer.index for layer in layers if layer.kind == match]
-        available = wanted
-    if not wanted or not set(wanted) <= set(available):
+    if not wanted or min(wanted) < 0 or max(wanted) >= len(layers):
         raise PolicyError(path, f"no such layers: {_shown(match)}", hint=_inventory(layers))
     return frozenset(wanted)
 

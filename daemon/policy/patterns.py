@@ -37,7 +37,7 @@ def layer_kinds(patterns: Sequence[LayerPattern], reader: Reader, n_layers: int 
             missing.append(pattern.key)
             continue
         return _apply(pattern, reader, n_layers)
-    keys = " and ".join(f'"{key}"' for key in missing)
+    keys = " or ".join(f'"{key}"' for key in missing)
     raise PolicyError("", f"config.json lacks {keys}: the kinds of its layers are unknown")
 
 
@@ -51,9 +51,11 @@ def _apply(pattern: LayerPattern, reader: Reader, n_layers: int | None) -> Kinds
             return [pattern.kind] * n_layers
         case EveryNth():
             n = pattern.n if isinstance(pattern.n, int) else reader.count(pattern.n)
-            group: Kinds = [*[pattern.others] * (n - 1), pattern.nth]
             rest = n_layers % n
-            return group * (n_layers // n) + [pattern.tail or pattern.others] * rest
+            grouped: Kinds = [
+                pattern.others if (i + 1) % n else pattern.nth for i in range(n_layers - rest)
+            ]
+            return grouped + [pattern.tail or pattern.others] * rest
         case PeriodOffset():
             period = reader.count(pattern.period)
             offset = period // 2 if pattern.offset == "half" else reader.number(pattern.offset)

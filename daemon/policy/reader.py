@@ -23,13 +23,7 @@ class Reader:
 
         A list on the way is entered at *layer*: some families give one value per layer.
         """
-        value: object | None = self._config
-        for part in key.split("."):
-            if isinstance(value, list) and layer is not None:
-                value = value[layer] if layer < len(value) else None
-            value = value.get(part) if isinstance(value, Mapping) else None
-        if isinstance(value, list) and layer is not None:
-            value = value[layer] if layer < len(value) else None
+        value = self._written(key, layer)
         if value is None and key in self._defaults:
             value = self._defaults[key]
             self.notes[f'"{key}" is missing from config.json; mlx-lm takes {value}'] = None
@@ -37,7 +31,7 @@ class Reader:
 
     def first(self, *keys: str, layer: int | None = None) -> int | None:
         """Return the number at the first of *keys* that config.json has, then at the first default."""
-        present = next((key for key in keys if self._has(key)), None)
+        present = next((key for key in keys if self._written(key, layer) is not None), None)
         if present is None:
             present = next((key for key in keys if key in self._defaults), None)
         return None if present is None else self._whole(present, self.get(present, layer), least=1)
@@ -67,11 +61,14 @@ class Reader:
         """Return the list of numbers at *key*."""
         return [self._whole(key, item, least=0) for item in self.sequence(key)]
 
-    def _has(self, key: str) -> bool:
+    def _written(self, key: str, layer: int | None) -> object | None:
         value: object | None = self._config
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        return value is not None
+        for part in (*key.split("."), None):
+            if isinstance(value, list) and layer is not None:
+                value = value[layer] if layer < len(value) else None
+            if part is not None:
+                value = value.get(part) if isinstance(value, Mapping) else None
+        return value
 
     def _whole(self, key: str, value: object | None, *, least: int) -> int:
         if value is None:

@@ -106,11 +106,11 @@ class NamedPolicy(FrozenModel):
         description="Bits per value at head_dim 64, 128, 256, scales included.", strict=False
     )
     mode: str
-    boundary_v: int = 0
+    boundary_v: Annotated[int, Field(ge=0)] = 0
     boundary_mode: Literal["int8", "fp16"] = "int8"
-    boundary_k: Literal["auto"] | int = "auto"
-    sink_tokens: int = 4
-    tail_tokens: int = 32
+    boundary_k: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
+    sink_tokens: Annotated[int, Field(ge=0, le=4096)] = 4
+    tail_tokens: Annotated[int, Field(ge=0, le=65536)] = 32
     strict: bool = False
     layers: tuple[LayerRule, ...] = Field((), strict=False)
 
