@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,9 +89,12 @@ def config_file(override: str | os.PathLike[str] | None = None) -> Path:
     return local if local.exists() else platformdirs.user_config_path("tqd") / "servers.yaml"
 
 
-def hf_hub_dir() -> Path:
-    """Return the local Hugging Face cache, found as huggingface_hub finds it."""
-    env = os.environ  # noqa: TID251 - the variables belong to huggingface_hub
+def hf_hub_dir(env: Mapping[str, str] | None = None) -> Path:
+    """Return the local Hugging Face cache, found as huggingface_hub finds it.
+
+    *env* is what a worker's environment has on top of this process's own.
+    """
+    env = {**os.environ, **(env or {})}  # noqa: TID251 - the variables belong to huggingface_hub
     if "HF_HUB_CACHE" in env:
         return Path(env["HF_HUB_CACHE"]).expanduser()
     home = env.get("HF_HOME") or str(Path(env.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface")

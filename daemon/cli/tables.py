@@ -37,8 +37,9 @@ def print_report(report: Report) -> None:
         for part in _server(server):
             out.print(part)
         out.print()
-    for part in _memory(report.memory):
-        out.print(part)
+    if report.memory.needed_bytes or report.memory.unknown:
+        for part in _memory(report.memory):
+            out.print(part)
     for warning in report.warnings:
         out.print(Text(f"warning: {warning}", style="yellow"))
 
@@ -107,6 +108,8 @@ def _memory(memory: MemoryReport) -> Iterator[Text]:
         f"= {format_size(memory.needed_bytes)} of {budget}"
     )
     match memory.fits:
+        case "yes" if memory.unknown:
+            yield Text(f"together, as far as known: {needed}")
         case "yes":
             yield Text(f"together: {needed}: fits", style="green")
         case "not all at once":

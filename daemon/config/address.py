@@ -28,10 +28,11 @@ def parse_endpoint(text: str) -> Endpoint:
         ValueError: *text* is neither.
     """
     match = _ENDPOINT.fullmatch(text)
-    host = (match["v6"] or match["host"]) if match else ""
-    if match is None or not is_host(host) or not 1 <= int(match["port"]) <= 65535:
-        raise ValueError("expected host:port, such as 127.0.0.1:8700")
-    return Endpoint(host, int(match["port"]))
+    if match is not None and 1 <= int(match["port"]) <= 65535:
+        host = match["v6"] or match["host"]
+        if is_host(host) and (":" in host) is (match["v6"] is not None):
+            return Endpoint(host, int(match["port"]))
+    raise ValueError("expected host:port, such as 127.0.0.1:8700")
 
 
 def is_host(text: str) -> bool:

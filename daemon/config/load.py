@@ -16,7 +16,7 @@ from pathlib import Path
 from daemon.config import checks
 from daemon.config.files import UnreadableError, decode, read_file
 from daemon.config.merge import under
-from daemon.config.read import Problems, Read, read, read_text, unknown_key
+from daemon.config.read import Problems, Read, absolute_path, read, read_text, unknown_key
 from daemon.config.scalars import is_nothing, plain
 from daemon.config.source import Source
 from daemon.config.spec import SCHEMA_VERSION, ApiKeyFile, DaemonSpec, Servers, ServerSpec
@@ -107,7 +107,7 @@ class _Run:
         root = self._top_block(path, start)
         folder = path.parent / POLICY_FOLDER
         self._watched[folder] = None
-        if root is None:
+        if root is None or not self._version_fits(root, start, required=True):
             raise self._rejected()
         daemon, daemon_source = self._daemon(root, start)
         self._take(root, path, start, None, is_main=True)
@@ -156,7 +156,7 @@ class _Run:
             text = decode(content)
         except UnreadableError as error:
             if asked.line:
-                self._problems.add(asked, "include", f"{path}: {error}")
+                self._problems.add(asked, "include", f"the included file: {error}")
             else:
                 hint = "`tqd init` writes one" if not path.exists() else None
                 self._problems.add(asked, "", str(error), hint)
@@ -185,8 +185,6 @@ class _Run:
         self, root: Block, path: Path, start: Place, inherited: Block | None, *, is_main: bool
     ) -> None:
         """Collect the servers of one file and of what it includes."""
-        if not self._version_fits(root, start, required=is_main):
-            return  # another schema: whatever else is strange may be right in it
         for name, entry in root.entries.items():
             if name not in _TOP_KEYS:
                 self._problems.add(entry.place, name, *unknown_key(name, _TOP_KEYS))
@@ -206,6 +204,7 @@ class _Run:
             self._include(node, path, defaults)
 
     def _version_fits(self, root: Block, start: Place, *, required: bool) -> bool:
+        """Return whether to read on: in another version, whatever else is strange may be right."""
         reads = f"this build reads version {SCHEMA_VERSION}"
         entry = root.entries.get("version")
         if entry is None:
@@ -304,24 +303,25 @@ class _Run:
 
     def _include(self, node: Node, including: Path, defaults: Block | None) -> None:
         text = read_text(node, "include", self._environ, self._problems)
-        if not text:
+        if text is None:
             return
         try:
-            path = Path(os.path.normpath(including.parent / Path(text).expanduser()))
-        except RuntimeError:
-            self._problems.add(node.place, "include", "the home folder after `~` is not known")
+            path = Path(absolute_path(text, including.parent))
+        except ValueError as error:
+            self._problems.add(node.place, "include", str(error))
             return
         if path in self._included:
             first = self._included[path]
             said = f"first at {first}" if first.line else "it is the file this one belongs to"
-            self._problems.add(node.place, "include", f"{text} is included twice ({said})")
+            self._problems.add(node.place, "include", f"the file is included twice ({said})")
         elif len(self._included) >= MAX_FILES:
             self._problems.add(node.place, "include", f"more than {MAX_FILES} files")
         else:
             self._included[path] = node.place
             root = self._top_block(path, node.place)
-            if root is not None:
-                self._take(root, path, Place(str(path), 0, 0), defaults, is_main=False)
+            start = Place(str(path), 0, 0)
+            if root is not None and self._version_fits(root, start, required=False):
+                self._take(root, path, start, defaults, is_main=False)
 
     def _policies(self, folder: Path) -> Mapping[str, NamedPolicy]:
         for path in sorted(folder.glob("*.y*ml")) if folder.is_dir() else ():

@@ -112,7 +112,7 @@ def prepare(loaded: Loaded, *, state: StateDir, memory: int | None = None) -> Pr
         ConfigError: with every fault of a policy or a model, at the key that says it.
     """
     total = memory_bytes() if memory is None else memory
-    models = _Models(hf_hub_dir())
+    models = _Models()
     allowlist = load_allowlist(state.allowlist)
     problems: list[Problem] = []
     servers = {
@@ -148,13 +148,17 @@ class _Model:
 class _Models:
     """The models of one run, each read once however many servers use it."""
 
-    def __init__(self, hub: Path) -> None:
-        self._hub = hub
+    def __init__(self) -> None:
         self._read: dict[Located, _Model] = {}
 
-    def read(self, model: str, revision: str | None) -> _Model:
-        """Return what is known about *model*; raises the errors of daemon.config.locate, PolicyError."""
-        located = locate(model, revision, hub=self._hub)
+    def read(self, spec: ServerSpec) -> _Model:
+        """Return what is known about the model of *spec*.
+
+        Raises:
+            ModelMissingError, ModelFaultError: as daemon.config.locate says.
+            PolicyError: its config.json describes no model that can be served.
+        """
+        located = locate(spec.model, spec.revision, hub=hf_hub_dir(spec.env))
         if located not in self._read:
             architecture = read_architecture(read_config(located.folder))
             weights = read_weights(located.folder)
@@ -189,7 +193,7 @@ def _prepare(
         hidden=source.hidden,
     )
     try:
-        model = models.read(spec.model, spec.revision)
+        model = models.read(spec)
     except ModelMissingError as error:
         blocked = Blocked(MODEL_MISSING, error.message, error.hint)
         return _hashed(replace(server, blocked=blocked))

@@ -208,7 +208,7 @@ class _Reading:
         if key is None or not (key.path or key.model_path):
             return value
         try:
-            return _absolute(value, Path(node.place.file).parent, hub=key.model_path)
+            return absolute_path(value, Path(node.place.file).parent, hub=key.model_path)
         except ValueError as error:
             return self._refuse(node.place, path, str(error))
 
@@ -335,8 +335,12 @@ def _later_hint(key: Key) -> str:
     return f"leave it out, or write {' or '.join(written)}" if written else "leave it out"
 
 
-def _absolute(text: str, folder: Path, *, hub: bool) -> str:
-    """Return the path that *text* means in a file of *folder*; a hub id comes back as it is."""
+def absolute_path(text: str, folder: Path, *, hub: bool = False) -> str:
+    """Return the path that *text* means in a file of *folder*; with *hub*, a hub id comes back as it is.
+
+    Raises:
+        ValueError: it means none.
+    """
     if not text:
         raise ValueError("expected a path, found nothing")
     try:

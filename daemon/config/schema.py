@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
-from daemon.config.keys import Model, blocks_of
+from daemon.config.keys import Key, Model, blocks_of, keys_of
 from daemon.config.spec import SCHEMA_VERSION, DaemonSpec, ServerSpec
 from daemon.policy.schemes import ALIASES, SCHEMES
 
@@ -62,27 +62,29 @@ def json_schema() -> dict[str, Any]:
 
 def _block(schema: dict[str, Any], model: Model) -> dict[str, Any]:
     defaults = model.model_construct().model_dump(mode="json")
-    properties = {name: _key(key, defaults.get(name)) for name, key in schema["properties"].items()}
+    keys = keys_of(model)
+    properties = {
+        name: _key(key, keys[name], defaults.get(name))
+        for name, key in schema["properties"].items()
+    }
     return {**schema, "properties": properties}
 
 
-def _key(schema: dict[str, Any], default: object) -> dict[str, Any]:
-    """Return the schema of one key: its default as a file would say it, references where it is no plain text."""
-    dropped = ("not_yet_available", "title", "default", "description")
-    key = {name: value for name, value in schema.items() if name not in dropped}
-    description = schema.get("description", "")
-    if schema.get("not_yet_available"):
-        description = f"{_LATER} {description}".strip()
+def _key(schema: dict[str, Any], key: Key, default: object) -> dict[str, Any]:
+    """Return the schema of one key, with its default as a file would say it."""
+    described: dict[str, Any] = {"description": schema.get("description", "")}
+    if key.later:
+        described["description"] = f"{_LATER} {described['description']}".strip()
     if "default" in schema and not isinstance(default, dict):
-        key["default"] = default
-    kept = {
-        "description": description,
-        **({"default": key.pop("default")} if "default" in key else {}),
-    }
-    choices = key.pop("anyOf", None) or [key]
+        described["default"] = default
+    if key.later and key.shape.model is None:
+        return {**described, "enum": [default, *sorted(key.accepted - {default})]}
+    dropped = ("not_yet_available", "title", "default", "description")
+    narrowed = {name: value for name, value in schema.items() if name not in dropped}
+    choices = narrowed.pop("anyOf", None) or [narrowed]
     if any(_is_narrow(choice) for choice in choices):
         choices = [*choices, _REFERENCE]
-    return {**kept, **(choices[0] if len(choices) == 1 else {"anyOf": choices})}
+    return {**described, **(choices[0] if len(choices) == 1 else {"anyOf": choices})}
 
 
 def _is_narrow(schema: dict[str, Any]) -> bool:

@@ -75,11 +75,11 @@ EXPECTED = {
         '6:48: servers.empty-key.api_key: the key is empty',
     ],
     'include_cycle': [
-        '2:31: include: included/cycle.inc is included twice (first at include_cycle.yaml:2)',
-        'included/cycle.inc:1:11: include: ../include_cycle.yaml is included twice (it is the file this one belongs to)',
+        '2:31: include: the file is included twice (first at include_cycle.yaml:2)',
+        'included/cycle.inc:1:11: include: the file is included twice (it is the file this one belongs to)',
     ],
     'include_missing': [
-        '2:11: include: no-such-file.yaml: there is no such file',
+        '2:11: include: the included file: there is no such file',
         '2:30: include: expected text, found the number 7',
         'included/daemon.inc:1:1: daemon: an included file has no daemon block',
         'included/daemon.inc:2:19: defaults.queue: expected an integer, found "lots"',

@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from daemon.config import wire
+from daemon.config.load import load
+from daemon.config.machine import budget_bytes
+from daemon.config.prepare import (
+    FILE_MISSING,
+    MODEL_FAULT,
+    MODEL_MISSING,
+    Prepared,
+    live_message,
+    prepare,
+    worker_spec,
+)
+from daemon.errors import ConfigError
+from daemon.paths import StateDir
+
+MakeModel = Callable[..., Path]
+Ask = Callable[..., Prepared]
+
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def _no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+@pytest.fixture
+def ask(tmp_path: Path) -> Ask:
+    """Prepare a file of servers, written as the lines under `servers:`, on a machine of *memory* bytes."""
+
+    def ask(
+        *servers: str, memory: int = 64 * GIB, environ: dict[str, str] | None = None
+    ) -> Prepared:
+        path = tmp_path / "servers.yaml"
+        path.write_text("version: 1\nservers:\n" + "".join(f"  {line}\n" for line in servers))
+        loaded = load(path, environ=environ or {})
+        return prepare(loaded, state=StateDir(tmp_path / "state"), memory=memory)
+
+    return ask
+
+
+def faults(ask: Ask, *servers: str, environ: dict[str, str] | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        ask(*servers, environ=environ)
+    return [
+        f"{problem.line}:{problem.col}: {problem.path}: {problem.message}"
+        for problem in caught.value.problems
+    ]
+
+
+def test_a_server_knows_its_layers_sizes_and_identity(
+    ask: Ask, make_model: MakeModel, tmp_path: Path
+) -> None:
+    folder = make_model(tmp_path / "m", weights=5000)
+    server = ask("chat: {model: m, port: 8081, max_concurrent: 3}").servers["chat"]
+    assert server.model_path == folder
+    assert server.model == "m"
+    assert server.resolved is not None
+    assert server.resolved.effective_counts == {"turbo8v4": 8}
+    assert server.cost is not None
+    # 8 layers x 2 heads of a 64-vector: 64 + 2 bytes at 8 bits, 32 + 2 at 4 bits
+    assert server.cost.bytes_per_token == 8 * 2 * (66 + 34)
+    assert server.max_context == 4096
+    assert server.kv_bytes is not None
+    assert server.weights_bytes == (folder / "model.safetensors").stat().st_size
+    assert server.planned_bytes == server.weights_bytes + server.kv_bytes
+    assert server.minimum_bytes == server.weights_bytes + server.kv_bytes // 3
+    assert server.fingerprint
+    assert server.blocked is None
+
+
+def test_a_missing_model_blocks_its_server_and_no_other(
+    ask: Ask, make_model: MakeModel, tmp_path: Path
+) -> None:
+    make_model(tmp_path / "m")
+    servers = ask(
+        "here: {model: m, port: 1}",
+        "hub: {model: org/absent, port: 2}",
+        "path: {model: ./absent, port: 3}",
+    ).servers
+    assert [s.blocked and s.blocked.code for s in servers.values()] == [
+        None,
+        MODEL_MISSING,
+        MODEL_MISSING,
+    ]
+    assert servers["hub"].kv.k == "int8"
+    assert servers["hub"].resolved is None
+
+
+def test_a_model_in_the_hub_cache_is_found(ask: Ask, make_model: MakeModel, tmp_path: Path) -> None:
+    repo = tmp_path / "hub" / "models--org--name"
+    folder = make_model(repo / "snapshots" / "abc123")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("abc123")
+    assert ask("chat: {model: org/name, port: 1}").servers["chat"].model_path == folder
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_CACHE", "HF_HOME"])
+def test_a_server_may_have_a_hub_cache_of_its_own(
+    ask: Ask, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """What `env:` tells the worker must hold for the one who looks for the worker's model."""
+    monkeypatch.delenv("HF_HUB_CACHE")
+    folder = make_model(tmp_path / "own" / "hub" / "models--org--name" / "snapshots" / "abc")
+    value = tmp_path / "own" / "hub" if variable == "HF_HUB_CACHE" else tmp_path / "own"
+    server = ask(
+        f"chat: {{model: org/name, revision: abc, port: 1, env: {{{variable}: {value}}}}}"
+    ).servers["chat"]
+    assert server.model_path == folder
+
+
+def test_a_config_without_weights_is_planned_but_cannot_start(
+    ask: Ask, make_model: MakeModel, tmp_path: Path
+) -> None:
+    make_model(tmp_path / "m", weights=None)
+    server = ask("chat: {model: m, port: 1}").servers["chat"]
+    assert server.resolved is not None
+    assert server.kv_bytes
+    assert server.weights_bytes is None
+    assert server.planned_bytes is None
+    assert server.blocked is not None
+    assert server.blocked.code == MODEL_MISSING
+
+
+@pytest.mark.parametrize("key", ["python", "chat_template"])
+def test_a_file_that_the_worker_would_miss_blocks(
+    ask: Ask, make_model: MakeModel, tmp_path: Path, key: str
+) -> None:
+    make_model(tmp_path / "m")
+    assert (
+        ask(f"chat: {{model: m, port: 1, {key}: {sys.executable}}}").servers["chat"].blocked is None
+    )
+    blocked = ask(f"chat: {{model: m, port: 1, {key}: absent}}").servers["chat"].blocked
+    assert blocked is not None
+    assert blocked.code == FILE_MISSING
+    assert key in blocked.message
+
+
+def test_faults_of_models_stand_at_the_model(
+    ask: Ask, make_model: MakeModel, tmp_path: Path
+) -> None:
+    make_model(tmp_path / "odd", model_type="no_such_family")
+    (make_model(tmp_path / "broken") / "config.json").write_text("{")
+    weights = make_model(tmp_path / "short") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    found = faults(
+        ask,
+        "odd: {model: odd, port: 1}",
+        "broken: {model: broken, port: 2}",
+        "short: {model: short, port: 3}",
+    )
+    assert [line.partition(": ")[0] for line in found] == ["3:16", "4:19", "5:18"]
+    assert "no_such_family" in found[0]
+    assert "config.json is not JSON" in found[1]
+    assert "model.safetensors are damaged" in found[2]
+
+
+def test_faults_of_policies_stand_at_their_key(
+    ask: Ask, make_model: MakeModel, tmp_path: Path
+) -> None:
+    make_model(tmp_path / "m")
+    found = faults(
+        ask,
+        'rule: {model: m, port: 1, kv: {layers: [{match: "6-9", mode: fp16}]}}',
+        "strict: {model: m, port: 2, kv: {mode: turbo4, strict: true}}",
+    )
+    assert found[0].startswith("3:51: servers.rule.kv.layers.0.match: no such layers")
+    assert found[1].startswith("4:58: servers.strict.kv.strict: 8 layers cannot have the scheme")
+
+
+def test_disabling_a_server_is_a_way_out_of_a_broken_model(
+    ask: Ask, make_model: MakeModel, tmp_path: Path
+) -> None:
+    make_model(tmp_path / "odd", model_type="no_such_family")
+    blocked = ask("odd: {model: odd, port: 1, enabled: false}").servers["odd"].blocked
+    assert blocked is not None
+    assert blocked.code == MODEL_FAULT
+
+
+def test_the_context_is_lowered_until_one_sequence_fits(
+    ask: Ask, make_model: MakeModel, tmp_path: Path
+) -> None:
+    make_model(tmp_path / "m", max_position_embeddings=1_000_000)
+    memory = 200 * 2**20
+    servers = ask("a: {model: m, port: 1}", "b: {model: m, port: 2}", memory=memory).servers
+    lowered, other = servers["a"], servers["b"]
+    assert lowered.max_context is not None
+    assert 1000 < lowered.max_context < 1_000_000
+    assert lowered.minimum_bytes is not None
+    assert lowered.minimum_bytes <= budget_bytes(memory)
+    assert other.max_context == lowered.max_context  # never depends on other servers
+    assert any("lowered from 1000000" in warning for warning in lowered.warnings)
+
+
+def test_a_context_that_was_asked_for_is_kept(
+    ask: Ask, make_model: MakeModel, tmp_path: Path
+) -> None:
+    make_model(tmp_path / "m")
+    servers = ask(
+        "a: {model: m, port: 1, max_context: 512}", "b: {model: m, port: 2, max_context: 8192}"
+    ).servers
+    assert [server.max_context for server in servers.values()] == [512, 8192]
+    assert servers["a"].warnings == ()
+    assert any("more than the model's own 4096" in warning for warning in servers["b"].warnings)
+
+
+def test_an_allowlist_entry_of_this_machine_counts(
+    ask: Ask, make_model: MakeModel, tmp_path: Path
+) -> None:
+    make_model(tmp_path / "m")
+    line = "chat: {model: m, port: 1, kv: {mode: turbo4}}"
+    before = ask(line).servers["chat"]
+    assert before.allowed is None
+    (tmp_path / "state").mkdir()
+    entry = {"fingerprint": before.fingerprint, "evidence": "measured here"}
+    (tmp_path / "state" / "allowlist.yaml").write_text(json.dumps({"entries": [entry]}))
+    after = ask(line).servers["chat"]
+    assert after.allowed == "measured here"
+    assert after.resolved is not None
+    assert after.resolved.effective_counts == {"turbo4v4": 8}
+    assert after.spec_hash != before.spec_hash
+
+
+def test_the_worker_gets_all_it_needs_as_one_line_of_json(
+    ask: Ask, make_model: MakeModel, tmp_path: Path
+) -> None:
+    folder = make_model(tmp_path / "m")
+    server = ask(
+        "chat: {model: m, port: 1, api_key: k, aliases: [a], env: {A: b}, drain_timeout: 1500ms,"
+        ' kv: {layers: [{match: [0, 1], mode: fp16}, {match: "last:1", v: int8}]}}'
+    ).servers["chat"]
+    spec = worker_spec(server, launch=3, nonce="n", log_level="debug", memory_limit_bytes=5)
+    again = wire.to_worker.validate_json(wire.encode(spec))
+    assert again == spec
+    assert (spec.launch, spec.nonce, spec.log_level, spec.memory_limit_bytes) == (
+        3,
+        "n",
+        "debug",
+        5,
+    )
+    assert (spec.model_path, spec.api_key, spec.spec_hash) == (str(folder), "k", server.spec_hash)
+    assert spec.server.max_context == 4096  # as planned: the worker does not choose another
+    message = live_message(server)
+    assert wire.to_worker.validate_json(wire.encode(message)) == message
+    assert message.server == spec.server
+
+
+def test_a_server_without_a_model_has_no_worker(ask: Ask) -> None:
+    server = ask("chat: {model: org/absent, port: 1}").servers["chat"]
+    with pytest.raises(ValueError, match="no model"):
+        worker_spec(server, launch=1, nonce="n")
+
+
+def test_keys_and_environments_are_not_shown(
+    ask: Ask, make_model: MakeModel, tmp_path: Path
+) -> None:
+    make_model(tmp_path / "m")
+    prepared = ask(
+        "chat: {model: m, port: 1, api_key: '${env:KEY}', env: {T: '${env:KEY}'}}",
+        environ={"KEY": "hunter2"},
+    )
+    assert prepared.servers["chat"].api_key == "hunter2"
+    assert "hunter2" not in repr(prepared)
+
+
+def test_a_model_from_the_environment_is_shown_as_it_was_written(ask: Ask) -> None:
+    server = ask("chat: {model: '${env:M}', port: 1}", environ={"M": "/secret/m"}).servers["chat"]
+    assert server.model == "${env:M}"
+    assert server.blocked is not None
+    assert "/secret" not in str(server.blocked)
+
+
+def test_preparing_twice_gives_the_same(ask: Ask, make_model: MakeModel, tmp_path: Path) -> None:
+    make_model(tmp_path / "m")
+    line = "chat: {model: m, port: 1, kv: {policy: compact}}"
+    assert ask(line).servers == ask(line).servers

@@ -1,0 +1,241 @@
+"""A real daemon with stub workers: real files, real sockets, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from daemon.errors import DaemonUnreachableError
+from daemon.ops.status import ServerStatus
+from daemon.paths import StateDir
+from daemon.supervisor.client import Client
+
+ROOT = Path(__file__).parents[2]
+STUB = ROOT / "tests" / "stub_worker.py"
+LONGEST_WAIT_S = 20.0  # nothing here takes a second on an idle machine
+
+# Everything that a daemon waits for, short.
+QUICK = {
+    "restart": {"max": 2, "window": "60s", "backoff": ["200ms", "400ms"], "stable_after": "30s"},
+    "drain_timeout": "3s",
+    "stop_grace": "1s",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    """Return what *condition* returns as soon as that is true."""
+    end = time.monotonic() + LONGEST_WAIT_S
+    while True:
+        found = condition()
+        if found:
+            return found
+        assert time.monotonic() < end, f"waited in vain: {what}"
+        time.sleep(0.03)
+
+
+def get(port: int) -> tuple[int, dict[str, Any], Mapping[str, str]]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5) as answer:
+            return answer.status, json.loads(answer.read()), answer.headers
+    except urllib.error.HTTPError as answer:
+        return answer.code, json.loads(answer.read()), answer.headers
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+class Site:
+    """A folder with a model, a servers.yaml and a state folder, and the daemon that runs from it."""
+
+    until = staticmethod(until)
+    get = staticmethod(get)
+    is_free = staticmethod(is_free)
+    free_port = staticmethod(free_port)
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.file = folder / "servers.yaml"
+        self.state = StateDir(folder / "state")
+        self.client = Client(self.state)
+        self.daemon: subprocess.Popen[bytes] | None = None
+        self.servers: dict[str, dict[str, Any]] = {}
+        self.status_port: int | None = None
+        self.environment = {
+            **os.environ,  # noqa: TID251 - the environment of a child
+            "PYTHONPATH": str(ROOT),
+            "TQD_WORKER_COMMAND": f"{sys.executable} {STUB}",
+        }
+        _write_model(folder / "model")
+
+    # --- the file ------------------------------------------------------------------------------
+
+    def add(self, name: str, stub: str | None = None, **keys: Any) -> int:
+        """Add a server to the next `text`; return its port."""
+        env = {"STUB_NAME": name} | ({"STUB": stub} if stub else {}) | keys.pop("env", {})
+        server = {"model": "./model", "port": free_port(), "env": env, **keys}
+        self.servers[name] = server
+        return int(server["port"])
+
+    def text(self, **daemon: Any) -> str:
+        status = None if self.status_port is None else f"127.0.0.1:{self.status_port}"
+        document = {
+            "version": 1,
+            "daemon": {"status": status, "max_parallel_loads": 4, **daemon},
+            "defaults": QUICK,
+            "servers": self.servers,
+        }
+        return yaml.safe_dump(document, sort_keys=False)
+
+    def write(self, text: str | None = None, **daemon: Any) -> None:
+        """Write servers.yaml as most editors do: a new file under the old name."""
+        temporary = self.file.with_suffix(".new")
+        temporary.write_text(self.text(**daemon) if text is None else text)
+        temporary.replace(self.file)
+
+    # --- the daemon ----------------------------------------------------------------------------
+
+    def run(self, *arguments: str, wait: bool = True, **environment: str) -> None:
+        """Start `tqd run` in the foreground of a process of its own."""
+        log = (self.folder / "daemon.out").open("ab")
+        with log:
+            self.daemon = subprocess.Popen(
+                self.command("run", *arguments),
+                env=self.environment | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        if wait:
+            until(self.client.running, "the daemon answers")
+
+    def command(self, *arguments: str) -> list[str]:
+        place = ("--config", str(self.file), "--state-dir", str(self.state.root))
+        return [sys.executable, "-m", "daemon", *place, *arguments]
+
+    def tqd(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run a `tqd` command to its end."""
+        return subprocess.run(
+            self.command(*arguments),
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.daemon is not None
+        self.daemon.send_signal(number)
+
+    def ended(self) -> int:
+        """Wait for the daemon to end; return its exit code."""
+        assert self.daemon is not None
+        return self.daemon.wait(LONGEST_WAIT_S)
+
+    def config(self) -> dict[str, Any]:
+        return dict(self.client.status()["config"])
+
+    def server(self, name: str) -> ServerStatus:
+        return next(it for it in self.client.status()["servers"] if it["name"] == name)
+
+    def is_in(self, name: str, state: str) -> ServerStatus:
+        """Wait until server *name* is in *state*."""
+        return until(
+            lambda: (it := self.server(name))["state"] == state and it, f"{name} is {state}"
+        )
+
+    def ready(self, *names: str) -> dict[str, int]:
+        """Wait until *names*, or all servers, are ready; return their pids."""
+        pids = {}
+        for name in names or self.servers:
+            pids[name] = self.is_in(name, "ready")["pid"]
+        return pids
+
+    def applied(self, generation: int) -> None:
+        until(lambda: self.config()["generation"] >= generation, f"edit {generation} is applied")
+
+    def workers(self) -> dict[int, str]:
+        """Return every stub worker of this site that lives, whoever its parent is: pid → server."""
+        found = {}
+        for process in psutil.process_iter():
+            try:
+                command = process.cmdline()
+                if str(STUB) in command and process.status() != psutil.STATUS_ZOMBIE:
+                    environ = process.environ()
+                    if environ.get("SITE") == str(self.folder):
+                        found[process.pid] = environ.get("STUB_NAME", "?")
+            except psutil.Error:
+                continue
+        return found
+
+    def clean(self) -> None:
+        """End whatever still runs, by pid."""
+        owners = [self.daemon.pid] if self.daemon and self.daemon.poll() is None else []
+        try:
+            owners.append(self.client.status()["daemon"]["pid"])
+        except DaemonUnreachableError:
+            pass
+        for pid in set(owners):
+            os.kill(pid, signal.SIGKILL)
+        if self.daemon is not None:
+            self.daemon.wait(LONGEST_WAIT_S)
+        for pid in self.workers():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    site = Site(tmp_path)
+    site.environment["SITE"] = str(tmp_path)
+    yield site
+    site.clean()
+
+
+def _write_model(folder: Path) -> None:
+    """Write the smallest folder that passes for a model: a config and one tensor of zeros."""
+    folder.mkdir()
+    config = {
+        "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 96, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 128,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    tensors = len(header).to_bytes(8, "little") + header + bytes(8)
+    (folder / "model.safetensors").write_bytes(tensors)

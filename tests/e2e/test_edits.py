@@ -1,0 +1,271 @@
+"""What becomes of running servers while servers.yaml is edited, well and badly."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.e2e.conftest import Site
+
+
+def test_a_broken_file_changes_nothing_until_it_is_whole_again(site: Site) -> None:
+    for name in ("a", "b", "c"):
+        site.add(name)
+    site.write()
+    site.run()
+    pids = site.ready()
+    good = site.file.read_text()
+
+    site.write("servers: [\n")
+    site.signal(signal.SIGHUP)
+
+    config = site.until(lambda: (it := site.config())["state"] == "rejected" and it, "rejected")
+    assert config["errors"][0]["line"] == 2
+    assert site.ready() == pids
+
+    reload = site.tqd("reload")
+    assert (reload.returncode, "servers.yaml:2:1" in reload.stderr) == (2, True)
+
+    site.write(good)
+    config = site.until(lambda: (it := site.config())["state"] == "applied" and it, "applied")
+    assert (config["errors"], site.ready()) == ([], pids)
+
+
+def test_twenty_edits_in_two_seconds_never_run_two_workers_of_one_server(site: Site) -> None:
+    site.add("a")
+    site.add("b")
+    site.write()
+    site.run()
+    site.ready()
+    most: Counter[str] = Counter()
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            for name, count in Counter(site.workers().values()).items():
+                most[name] = max(most[name], count)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        for number in range(20):
+            site.servers["a"]["env"]["ROUND"] = str(number)
+            site.servers["a"]["labels"] = {"round": str(number)}
+            site.write()
+            time.sleep(0.1)
+        site.until(lambda: site.server("a")["labels"] == {"round": "19"}, "the last edit")
+        site.ready()
+    finally:
+        done.set()
+        watcher.join()
+    assert most == {"a": 1, "b": 1}
+
+
+def test_only_the_edited_server_restarts(site: Site) -> None:
+    for name in ("a", "b", "c"):
+        site.add(name)
+    site.write()
+    site.run()
+    before = site.ready()
+
+    site.servers["b"]["max_context"] = 64
+    site.write()
+    site.applied(2)
+    after = site.ready()
+
+    assert {name for name in before if before[name] != after[name]} == {"b"}
+
+
+def test_a_live_change_keeps_the_worker_and_reaches_it(site: Site) -> None:
+    port = site.add("a")
+    site.write()
+    site.run()
+    pids = site.ready()
+
+    site.servers["a"] |= {"aliases": ["best"], "labels": {"team": "x"}, "stop_grace": "2s"}
+    site.write()
+
+    site.until(lambda: site.get(port)[1]["aliases"] == ["best"], "the worker knows its alias")
+    assert site.server("a")["labels"] == {"team": "x"}
+    assert site.ready() == pids
+
+
+def in_place(site: Site, text: str) -> None:
+    site.file.write_text(text)
+
+
+def by_rename(site: Site, text: str) -> None:
+    site.write(text)
+
+
+def by_symlink_swap(site: Site, text: str) -> None:
+    """As Kubernetes updates a mounted ConfigMap."""
+    folder = site.folder / "..version-2"
+    folder.mkdir()
+    (folder / "servers.yaml").write_text(text)
+    (site.folder / "..data.new").symlink_to(folder.name)
+    (site.folder / "..data.new").replace(site.folder / "..data")
+
+
+def by_delete_and_create(site: Site, text: str) -> None:
+    site.file.unlink()
+    time.sleep(1.0)
+    assert site.server("a")["state"] == "ready"
+    site.file.write_text(text)
+
+
+def within_one_second_at_the_same_size(site: Site, text: str) -> None:
+    at = site.file.stat()
+    assert len(text) == at.st_size
+    site.file.write_text(text)
+    second = at.st_mtime_ns // 10**9 * 10**9
+    os.utime(site.file, ns=(second, second + (at.st_mtime_ns + 1) % 10**9))
+
+
+@pytest.mark.parametrize(
+    "save",
+    [
+        in_place,
+        by_rename,
+        by_symlink_swap,
+        by_delete_and_create,
+        within_one_second_at_the_same_size,
+    ],
+)
+def test_an_edit_is_applied_once_however_it_is_saved(site: Site, save: object) -> None:
+    site.add("a", env={"ROUND": "1"})
+    site.write()
+    if save is by_symlink_swap:
+        (site.folder / "..version-1").mkdir()
+        site.file.rename(site.folder / "..version-1" / "servers.yaml")
+        (site.folder / "..data").symlink_to("..version-1")
+        site.file.symlink_to("..data/servers.yaml")
+    site.run()
+    site.ready()
+
+    site.servers["a"]["env"]["ROUND"] = "2"
+    save(site, site.text())  # type: ignore[operator]
+
+    site.until(lambda: site.server("a")["launch"] == 2, "the worker is replaced")
+    site.ready()
+    assert site.config()["generation"] == 2
+
+
+def test_a_port_that_is_taken_refuses_the_edit_and_the_old_worker_serves_on(site: Site) -> None:
+    port = site.add("a")
+    site.write()
+    site.run()
+    pids = site.ready()
+
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        site.servers["a"]["port"] = stranger.getsockname()[1]
+        site.write()
+        refusal = site.tqd("reload")
+        assert refusal.returncode == 2
+        assert f"is in use by pid {os.getpid()}" in refusal.stderr
+        assert "servers.a.port" in refusal.stderr
+        assert site.get(port)[0] == 200
+        assert site.ready() == pids
+
+    assert site.tqd("reload").returncode == 0
+    site.until(lambda: site.server("a")["launch"] == 2, "the move")
+    site.ready()
+
+
+def test_two_servers_that_swap_their_ports_converge(site: Site) -> None:
+    site.add("a")
+    site.add("b")
+    site.write()
+    site.run()
+    site.ready()
+    a, b = site.servers["a"], site.servers["b"]
+
+    a["port"], b["port"] = b["port"], a["port"]
+    site.write()
+    site.until(lambda: {site.server(it)["launch"] for it in "ab"} == {2}, "both are replaced")
+    site.ready()
+
+    assert site.get(a["port"])[1]["name"] == "a"
+    assert site.get(b["port"])[1]["name"] == "b"
+
+
+def test_a_reload_during_a_slow_drain_is_not_lost(site: Site) -> None:
+    site.add("a", env={"STUB_DRAIN_S": "1"})
+    site.write()
+    site.run()
+    site.ready()
+    for number in ("2", "3"):
+        site.servers["a"]["env"]["ROUND"] = number
+        site.servers["a"]["labels"] = {"round": number}
+        site.write()
+        site.signal(signal.SIGHUP)
+        site.until(lambda number=number: site.server("a")["labels"] == {"round": number}, "seen")
+    site.until(lambda: site.server("a")["launch"] == 2, "one restart for both")
+    site.ready()
+    assert site.server("a")["worker_spec_hash"] == site.server("a")["spec_hash"]
+
+
+def test_an_edit_that_removes_everything_waits_for_a_newer_file(site: Site) -> None:
+    site.add("a")
+    site.write()
+    site.run()
+    pids = site.ready()
+    whole = site.file.read_text()
+
+    site.write("version: 1\nservers: {}\n")
+    time.sleep(1.5)  # longer than a change takes to be noticed, shorter than the confirmation
+    site.write(whole)
+    site.until(lambda: site.tqd("diff").stdout == "nothing would change\n", "the file is whole")
+
+    assert site.ready() == pids
+
+
+def test_manual_reload_shows_what_is_pending_and_applies_it_on_command(site: Site) -> None:
+    site.add("a")
+    site.write(reload="manual")
+    site.run()
+    pids = site.ready()
+
+    site.servers["a"]["max_context"] = 64
+    site.write(reload="manual")
+    config = site.until(lambda: (it := site.config())["state"] == "pending" and it, "pending")
+    assert config["pending"] == ["restart a: max_context null → 64"]
+    assert site.tqd("diff").stdout == "restart a: max_context null → 64\n"
+    assert site.ready() == pids
+
+    assert site.tqd("reload").stdout == "restart a: max_context null → 64\n"
+    site.until(lambda: site.server("a")["launch"] == 2, "applied")
+
+
+def test_a_change_of_the_status_address_needs_another_daemon(site: Site) -> None:
+    site.add("a")
+    site.write()
+    site.run()
+    site.ready()
+
+    site.status_port = site.free_port()
+    site.write()
+
+    refusal = site.tqd("reload")
+    assert refusal.returncode == 2
+    assert "needs a daemon restart" in refusal.stderr
+
+
+def test_a_model_that_appears_later_lets_its_server_start(site: Site) -> None:
+    site.add("a")
+    (site.folder / "model").rename(site.folder / "elsewhere")
+    site.write()
+    site.run()
+    assert site.is_in("a", "blocked")["reason_code"] == "model_missing"
+
+    (site.folder / "elsewhere").rename(site.folder / "model")
+    assert site.tqd("start", "a", "--no-wait").returncode == 0
+    site.ready()
