@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -111,9 +112,10 @@ async def live_app(
     loaded: bool = True,
     times: StreamTimes | None = None,
     api_key: str | None = None,
+    send_buffer: int | None = None,
     **server: Any,
 ) -> AsyncIterator[LiveApp]:
-    """Run the application of a worker with the fake engine."""
+    """Run the application of a worker with the fake engine; *send_buffer* bounds what the kernel holds for a reader."""
     spec = worker_spec(api_key=api_key, **server)
     serving = Serving(spec)
     engine = FakeEngine(script or Script())
@@ -123,9 +125,11 @@ async def live_app(
         build_app(serving, times), handler_cancellation=True, access_log=None, shutdown_timeout=1
     )
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    port = runner.addresses[0][1]
+    listener = socket.create_server(("127.0.0.1", 0))
+    if send_buffer is not None:  # connections inherit it
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+    port = listener.getsockname()[1]
+    await web.SockSite(runner, listener).start()
     async with aiohttp.ClientSession() as session:
         yield LiveApp(serving, engine, session, f"http://127.0.0.1:{port}")
     await runner.cleanup()

@@ -15,6 +15,8 @@ from daemon.config.wire import Ack, Drain, Fatal, Hello, Live, Progress, Ready, 
 from tests.worker.child_process import REAL, ROOT, Child, child, ready_child
 from tests.worker.specs import worker_spec
 
+pytestmark = pytest.mark.e2e
+
 CHAT = "/v1/chat/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
 ENDLESS = HELLO | {"ignore_eos": True}

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from daemon.config.spec import SamplingSpec
 from daemon.worker.api.answers import Choice, Job, Usage
 from daemon.worker.api.logprobs import chat_logprobs
 from daemon.worker.api.openai import (
     ChatBody,
+    generation_requests,
     parse,
     refuse_unavailable_chat,
-    sampling,
-    seed_of,
-    token_budget,
 )
 from daemon.worker.api.prompts import template_messages, template_variables
-from daemon.worker.requests import FinishReason, GenerationRequest
+from daemon.worker.requests import FinishReason
 from daemon.worker.serving import Model, Serving
 from daemon.worker.text import Piece, Shown, TextStream
 from daemon.worker.vocabulary import Vocabulary
@@ -35,45 +32,27 @@ async def chat_job(document: Mapping[str, object], serving: Serving, model: Mode
     messages = template_messages(body.messages)
     variables = template_variables(body.chat_template_kwargs, body.reasoning_effort)
     prompt = await model.prompts.chat(messages, variables)
-    request = _generation(body, prompt, serving.server.sampling, model)
-    choices = range(body.n or 1)
+    requests = generation_requests(
+        body,
+        prompt,
+        top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        defaults=serving.server.sampling,
+        n_ctx=model.loaded.max_context,
+        vocab_size=model.loaded.vocab_size,
+        param="messages",
+    )
     return Job(
-        requests=[
-            replace(
-                request,
-                sampling=replace(request.sampling, seed=seed_of(request.sampling.seed, choice)),
-            )
-            for choice in choices
-        ],
+        requests=requests,
         texts=[
             TextStream(
                 model.loaded.tokenizer.detokenizer, vocab=model.vocabulary.size, stop=body.stop
             )
-            for _ in choices
+            for _ in requests
         ],
         prompt_tokens=len(prompt),
         dialect=_Chat(serving.heading("chatcmpl"), model.vocabulary, bool(body.logprobs)),
         stream=bool(body.stream),
         include_usage=body.include_usage,
-    )
-
-
-def _generation(
-    body: ChatBody, prompt: tuple[int, ...], defaults: SamplingSpec, model: Model
-) -> GenerationRequest:
-    vocab_size = model.loaded.vocab_size
-    return GenerationRequest(
-        prompt=prompt,
-        max_tokens=token_budget(
-            len(prompt),
-            wanted=body.wanted_tokens,
-            default=defaults.max_tokens,
-            n_ctx=model.loaded.max_context,
-            param="messages",
-        ),
-        sampling=sampling(body, defaults, vocab_size),
-        top_logprobs=min(body.top_logprobs or 0, vocab_size) if body.logprobs else None,
-        ignore_eos=bool(body.ignore_eos),
     )
 
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from daemon.config.spec import SamplingSpec
 from daemon.worker.api.answers import Choice, Job, Usage
 from daemon.worker.api.errors import invalid
 from daemon.worker.api.logprobs import completion_logprobs
 from daemon.worker.api.openai import (
     CompletionBody,
+    generation_requests,
     parse,
     prompts,
     refuse_unavailable_completion,
-    sampling,
-    seed_of,
-    token_budget,
 )
-from daemon.worker.requests import FinishReason, GenerationRequest
+from daemon.worker.requests import FinishReason
 from daemon.worker.serving import Model, Serving
 from daemon.worker.text import Piece, Shown, TextStream
 from daemon.worker.vocabulary import Vocabulary
@@ -41,10 +38,17 @@ async def completion_job(document: Mapping[str, object], serving: Serving, model
         for prompt in given
     ]
     requests = [
-        replace(request, sampling=replace(request.sampling, seed=seed_of(request.sampling.seed, i)))
+        request
         for prompt in encoded
-        for request in [_generation(body, prompt, serving.server.sampling, model)]
-        for i in range(choices)
+        for request in generation_requests(
+            body,
+            prompt,
+            top_logprobs=body.logprobs,
+            defaults=serving.server.sampling,
+            n_ctx=model.loaded.max_context,
+            vocab_size=model.loaded.vocab_size,
+            param="prompt",
+        )
     ]
     echoes = await _echoes(given, model) if body.echo else [""] * len(given)
     return Job(
@@ -85,25 +89,6 @@ async def _echoes(given: Sequence[str | tuple[int, ...]], model: Model) -> list[
         prompt if isinstance(prompt, str) else await model.prompts.decode(prompt)
         for prompt in given
     ]
-
-
-def _generation(
-    body: CompletionBody, prompt: tuple[int, ...], defaults: SamplingSpec, model: Model
-) -> GenerationRequest:
-    vocab_size = model.loaded.vocab_size
-    return GenerationRequest(
-        prompt=prompt,
-        max_tokens=token_budget(
-            len(prompt),
-            wanted=body.wanted_tokens,
-            default=defaults.max_tokens,
-            n_ctx=model.loaded.max_context,
-            param="prompt",
-        ),
-        sampling=sampling(body, defaults, vocab_size),
-        top_logprobs=None if body.logprobs is None else min(body.logprobs, vocab_size),
-        ignore_eos=bool(body.ignore_eos),
-    )
 
 
 @dataclass(frozen=True, slots=True)

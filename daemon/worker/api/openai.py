@@ -6,13 +6,14 @@ Unknown keys are ignored, as clients send many; a documented feature that is not
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from daemon.config.spec import SamplingSpec
 from daemon.worker.api.errors import ApiError, context_overflow, invalid, unavailable_feature
-from daemon.worker.requests import Sampling
+from daemon.worker.requests import GenerationRequest, Sampling
 
 MAX_CHOICES = 8
 MAX_STOPS = 16
@@ -216,9 +217,39 @@ def sampling(body: GenerationBody, defaults: SamplingSpec, vocab_size: int) -> S
     )
 
 
-def seed_of(seed: int | None, choice: int) -> int | None:
-    """Return the seed of one of several choices: the choices of one seed differ, and reproducibly."""
-    return None if seed is None else (seed + choice) & _SEED_MASK
+def generation_requests(
+    body: GenerationBody,
+    prompt: tuple[int, ...],
+    *,
+    top_logprobs: int | None,
+    defaults: SamplingSpec,
+    n_ctx: int,
+    vocab_size: int,
+    param: str,
+) -> list[GenerationRequest]:
+    """Return one sequence for each choice of *prompt*; the choices of one seed differ, and reproducibly.
+
+    Raises:
+        ApiError: a value does not fit this model, or the prompt leaves no room for a token.
+    """
+    shared = sampling(body, defaults, vocab_size)
+    max_tokens = token_budget(
+        len(prompt),
+        wanted=body.wanted_tokens,
+        default=defaults.max_tokens,
+        n_ctx=n_ctx,
+        param=param,
+    )
+    return [
+        GenerationRequest(
+            prompt=prompt,
+            max_tokens=max_tokens,
+            sampling=replace(shared, seed=_seed_of(shared.seed, choice)),
+            top_logprobs=None if top_logprobs is None else min(top_logprobs, vocab_size),
+            ignore_eos=bool(body.ignore_eos),
+        )
+        for choice in range(body.n or 1)
+    ]
 
 
 def token_budget(
@@ -255,6 +286,10 @@ def prompts(value: object, vocab_size: int) -> list[str | tuple[int, ...]]:
             _token_ids(item, f"prompt[{place}]", vocab_size) for place, item in enumerate(value)
         ]
     return [_token_ids(value, "prompt", vocab_size)]
+
+
+def _seed_of(seed: int | None, choice: int) -> int | None:
+    return None if seed is None else (seed + choice) & _SEED_MASK
 
 
 def _token_ids(value: object, param: str, vocab_size: int) -> tuple[int, ...]:

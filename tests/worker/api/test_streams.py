@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from typing import Any
 
 import pytest
@@ -141,17 +142,18 @@ async def test_a_batch_of_tokens_is_one_chunk() -> None:
 async def test_a_reader_that_stops_reading_is_cut_off() -> None:
     """Its sequence ends although the connection never closes."""
     times = StreamTimes(send_timeout_s=0.2)
-    async with live_app(Script(batch=64), times=times) as app:
-        host, port = app.url.removeprefix("http://").split(":")
-        _, writer = await asyncio.open_connection(host, int(port), limit=1024)
-        body = json.dumps(ENDLESS | {"n": 8, "logprobs": True, "top_logprobs": 20}).encode()
-        writer.write(
-            b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
-            b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
-        )
-        await until(lambda: app.serving.counters.cancelled == 1)
-        assert not app.engine.open
-        writer.close()
+    async with live_app(Script(batch=64), times=times, send_buffer=4096) as app:
+        deaf = socket.socket()
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.setblocking(False)
+        with deaf:
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(deaf, ("127.0.0.1", int(app.url.rpartition(":")[2])))
+            body = json.dumps(ENDLESS | {"logprobs": True, "top_logprobs": 20}).encode()
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+            await loop.sock_sendall(deaf, head.encode() + body)
+            await until(lambda: app.serving.counters.cancelled == 1)
+            assert not app.engine.open
 
 
 @pytest.mark.parametrize("kind", ["whole", "error", "stream"])
