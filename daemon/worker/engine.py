@@ -327,6 +327,7 @@ class _Batching:
         self.generation_tokens_total = 0
         self._line: deque[MlxGeneration] = deque()
         self._rows: dict[int, MlxGeneration] = {}
+        self._prompt_done: dict[int, int] = {}  # tokens read of each prompt that is being read
         self._max_concurrent = max_concurrent
         self._stops = StopSequences([[token] for token in sorted(loaded.eos_token_ids)])
         self._no_stops = StopSequences()
@@ -364,6 +365,7 @@ class _Batching:
             self._generator.remove(uids)
             for uid in uids:
                 del self._rows[uid]
+                self._prompt_done.pop(uid, None)
 
     def set_max_concurrent(self, max_concurrent: int) -> None:
         self._max_concurrent = max_concurrent
@@ -376,7 +378,8 @@ class _Batching:
             self._insert(self._line.popleft())
         if not self._rows:
             return {}
-        _, responses = self._generator.next()
+        progress, responses = self._generator.next()
+        self._count_prompt_tokens(progress)
         delivery: dict[MlxGeneration, list[TokenEvent]] = {}
         for response in responses:
             generation = self._rows[response.uid]
@@ -385,6 +388,15 @@ class _Batching:
                 del self._rows[response.uid]
         self.generation_tokens_total += len(responses)
         return delivery
+
+    def _count_prompt_tokens(self, progress: Sequence[Any]) -> None:
+        """Count prompt tokens as they are read, so that an aborted prompt counts only as far as it came."""
+        for report in progress:
+            done = report.progress[0]
+            self.prompt_tokens_total += done - self._prompt_done.get(report.uid, 0)
+            self._prompt_done[report.uid] = done
+            if report.end_of_prompt:
+                del self._prompt_done[report.uid]
 
     def kv_usage(self) -> tuple[int, int]:
         """Return the bytes allocated for live sequences and the tokens they hold."""
@@ -409,7 +421,6 @@ class _Batching:
             stop_sequences=[self._no_stops if request.ignore_eos else self._stops],
         )
         self._rows[uid] = generation
-        self.prompt_tokens_total += len(request.prompt)
 
 
 def _event(request: GenerationRequest, response: Any) -> TokenEvent:

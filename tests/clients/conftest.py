@@ -7,12 +7,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from daemon.config.wire import Drain, Ready
+from tests.worker.child_process import REAL, Child, child
 from tests.worker.fake_engine import Script
 from tests.worker.live_app import live_app
+from tests.worker.specs import worker_spec
 
 
 @dataclass(frozen=True)
@@ -55,11 +59,37 @@ def serve_fake(script: Script, **server: Any) -> Iterator[LiveWorker]:
         loop.close()
 
 
-@pytest.fixture(scope="session")
-def live_worker() -> Iterator[LiveWorker]:
-    """A worker that has loaded its model."""
-    with serve_fake(Script(step_s=0.001)) as worker:
-        yield worker
+@contextmanager
+def serve_real(folder: Path) -> Iterator[LiveWorker]:
+    """Run a worker process on the demo model, as the supervisor does."""
+    spec = worker_spec(api_key="test-key", max_concurrent=4)
+    with child(spec.model_copy(update={"model_path": str(folder)}), REAL) as worker:
+        worker.until(Ready)
+        channel = threading.Thread(target=drained, args=(worker,))
+        channel.start()
+        yield LiveWorker(f"http://127.0.0.1:{worker.port}", "chat", "small", "test-key")
+        worker.send(Drain(timeout_s=1))
+        channel.join()
+
+
+def drained(worker: Child) -> None:
+    """Read the worker's snapshots until it ends, as the supervisor does."""
+    while worker.receive() is not None:
+        pass
+
+
+@pytest.fixture(
+    scope="session",
+    params=["fake", pytest.param("real", marks=[pytest.mark.model, pytest.mark.e2e])],
+)
+def live_worker(request: pytest.FixtureRequest) -> Iterator[LiveWorker]:
+    """A worker that has loaded its model: a fake one with scripted tokens, and the demo model's."""
+    if request.param == "fake":
+        with serve_fake(Script(step_s=0.001)) as worker:
+            yield worker
+    else:
+        with serve_real(request.getfixturevalue("demo_model_path")) as worker:
+            yield worker
 
 
 @pytest.fixture
