@@ -83,6 +83,7 @@ class CacheFactory:
                     scheme_of(slot),
                     sink_tokens=slot.plan.sink_tokens,
                     tail_tokens=slot.plan.tail_tokens,
+                    fold_tokens=slot.plan.fold_tokens,
                 )
             )
             if slot.packed
@@ -205,12 +206,14 @@ def measure(model: Any, factory: CacheFactory, vocab_size: int) -> BytesPerToken
 
 
 def _packed_bytes(row: Row, n_heads: int, dim_k: int, dim_v: int) -> float:
-    """Return the bytes by which a row like *row* grows per token, between two lengths that are whole tiles apart."""
+    """Return the bytes by which a row like *row* grows per token, between two lengths that are whole folds apart."""
     scratch = row.fresh()
     dtype = getattr(mx, row.dtype)
-    tokens = 512 + row.tail_tokens  # a multiple of a tile, so that both lengths leave the same tail
+    folds = 16 * row.fold_tokens
+    # past the sinks, and both lengths leave the same tail
+    first = -(-row.sink_tokens // row.fold_tokens) * row.fold_tokens + row.tail_tokens + folds
     used = []
-    for _ in range(2):
+    for tokens in (first, folds):
         scratch.append(
             mx.zeros((n_heads, tokens, dim_k), dtype=dtype),
             mx.zeros((n_heads, tokens, dim_v), dtype=dtype),

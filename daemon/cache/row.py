@@ -1,9 +1,10 @@
 """The storage of one sequence in one layer: [sinks | packed tiles | tail].
 
 Tokens arrive at the tail in full precision. Before the next ones arrive, all but the newest
-*tail_tokens* move into tiles of 32, so a token is packed once and its raw form is gone. Arrays are
-never written in place: an update makes a new array, which MLX turns into a write to the old buffer
-when nobody else holds it. So a copy of a row shares everything and costs nothing.
+*tail_tokens* move into tiles of 32, a fold of one or more tiles at a time, so a token is packed once
+and its raw form is gone. Arrays are never written in place: an update makes a new array, which MLX
+turns into a write to the old buffer when nobody else holds it. So a copy of a row shares everything
+and costs nothing.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ RAW_STEP = 256  # tokens by which a side in full precision grows: mlx-lm's own s
 class Row:
     """One sequence of one layer; *length* tokens so far."""
 
-    def __init__(self, scheme: Scheme, *, sink_tokens: int, tail_tokens: int) -> None:
+    def __init__(
+        self, scheme: Scheme, *, sink_tokens: int, tail_tokens: int, fold_tokens: int = TILE
+    ) -> None:
         self.scheme = scheme
         self.sink_tokens = sink_tokens
         self.tail_tokens = tail_tokens
+        self.fold_tokens = fold_tokens  # a multiple of a tile
         self.length = 0
         self._packed_to = 0
         self._layout: TileLayout | None = None
@@ -37,7 +41,12 @@ class Row:
 
     def fresh(self) -> Row:
         """Return an empty row with the same policy."""
-        return Row(self.scheme, sink_tokens=self.sink_tokens, tail_tokens=self.tail_tokens)
+        return Row(
+            self.scheme,
+            sink_tokens=self.sink_tokens,
+            tail_tokens=self.tail_tokens,
+            fold_tokens=self.fold_tokens,
+        )
 
     def copy(self) -> Row:
         """Return a row that shares every array with this one; appending to either leaves the other alone."""
@@ -134,10 +143,10 @@ class Row:
         return self._packed_to if self._layout is None or self._layout.packed else self.length
 
     def _packable(self) -> int:
-        """Return the position up to which tokens leave the tail: whole tiles, unless there is no tail at all."""
+        """Return the position up to which tokens leave the tail: whole folds, unless there is no tail at all."""
         if self.tail_tokens == 0:
             return self.length
-        return (self.length - self.tail_tokens) // TILE * TILE
+        return (self.length - self.tail_tokens) // self.fold_tokens * self.fold_tokens
 
     def _pack_up_to(self, end: int) -> None:
         layout = self._layout
@@ -175,8 +184,10 @@ class Row:
             codes = mx.concatenate([old[0][:, :kept], codes], axis=1)
             scales = mx.concatenate([old[1][:, :kept], scales], axis=1)
         spare = -(codes.shape[1] + unused) % TILE
-        return mx.pad(codes, [(0, 0), (unused, spare), (0, 0)]), mx.pad(
-            scales, [(0, 0), (unused, spare)]
+        around = [(0, 0), (unused, spare)]
+        return (
+            mx.pad(codes, [*around, (0, 0)]),
+            mx.pad(scales, around + [(0, 0)] * (scales.ndim - 2)),
         )
 
     def _store(self, tiles: mx.array, at: int) -> None:

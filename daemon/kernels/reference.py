@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from daemon.kernels import codec, packing, rotation
+from daemon.kernels import codec, packing
 from daemon.kernels.rotation import Side
 from daemon.kernels.stored import RawSide, Stored
-from daemon.policy.schemes import FP16, Codec
+from daemon.policy.schemes import Codec
 
 FUSED_QUERIES = 8  # up to this many query tokens, scores are formed piece by piece and nothing is dequantized whole
 
@@ -89,9 +89,8 @@ def _scores(
 ) -> mx.array:
     if packed is None:
         return queries @ raw.joined().astype(mx.float32).swapaxes(-1, -2)
-    codes, scales = _in_range(packed, stored)
-    rotated = rotation.rotate(queries, "k")
-    middle = (rotated @ codec.decode(codes, kind).swapaxes(-1, -2)) * scales[:, None]
+    stored_keys, factors = codec.decode(*_in_range(packed, stored), kind)
+    middle = (codec.rotate(queries, kind, "k") @ stored_keys.swapaxes(-1, -2)) * factors[:, None]
     outer = [
         None if part is None else queries @ part.astype(mx.float32).swapaxes(-1, -2)
         for part in (raw.head, raw.tail)
@@ -110,9 +109,9 @@ def _weighted_sum(
 ) -> mx.array:
     if packed is None:
         return weights @ raw.joined().astype(mx.float32)
-    codes, scales = _in_range(packed, stored)
-    middle = weights[..., stored.packed_from : stored.packed_to] * scales[:, None]
-    out = rotation.unrotate(middle @ codec.decode(codes, kind), "v")
+    stored_values, factors = codec.decode(*_in_range(packed, stored), kind)
+    middle = weights[..., stored.packed_from : stored.packed_to] * factors[:, None]
+    out = codec.unrotate(middle @ stored_values, kind, "v")
     if raw.head is not None:
         out = out + weights[..., : stored.packed_from] @ raw.head.astype(mx.float32)
     if raw.tail is not None:
@@ -123,7 +122,7 @@ def _weighted_sum(
 def _in_range(packed: tuple[mx.array, mx.array], stored: Stored) -> tuple[mx.array, mx.array]:
     codes, scales = packed
     window = slice(stored.packed_from, stored.packed_to)
-    return codes[:, window], scales[:, window].astype(mx.float32)
+    return codes[:, window], scales[:, window]
 
 
 def _masked(scores: mx.array, mask: Mask) -> mx.array:
@@ -151,17 +150,15 @@ def _attend_dequantized(
     packed = packing.unpack(stored.tiles_in_use(), stored.layout)
     kind = queries.dtype
     keys, values = stored.layout.k, stored.layout.v
-    if keys is not FP16:
-        queries = rotation.rotate(queries, "k").astype(kind)
     out = _sdpa(
-        queries,
+        codec.rotate(queries, keys, "k").astype(kind),
         _dequantized(stored.k, packed.k, keys, "k", stored).astype(kind),
         _dequantized(stored.v, packed.v, values, "v", stored).astype(kind),
         scale,
         mask,
         sinks,
     )
-    return out if values is FP16 else rotation.unrotate(out, "v").astype(kind)
+    return codec.unrotate(out, values, "v").astype(kind)
 
 
 def _dequantized(
@@ -169,9 +166,11 @@ def _dequantized(
 ) -> mx.array:
     if packed is None:
         return raw.joined()
-    codes, scales = _in_range(packed, stored)
-    middle = codec.decode(codes, kind) * scales[..., None]
-    outer = [None if part is None else rotation.rotate(part, side) for part in (raw.head, raw.tail)]
+    vectors, factors = codec.decode(*_in_range(packed, stored), kind)
+    middle = vectors * factors[..., None]
+    outer = [
+        None if part is None else codec.rotate(part, kind, side) for part in (raw.head, raw.tail)
+    ]
     return mx.concatenate(
         [part for part in (outer[0], middle, outer[1]) if part is not None], axis=1
     )

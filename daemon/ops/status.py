@@ -161,6 +161,7 @@ class KvRequested(TypedDict):
     boundary_mode: str
     sink_tokens: int
     tail_tokens: int
+    fold_tokens: int
     strict: bool
 
 
@@ -506,6 +507,7 @@ def _kv(prepared: PreparedServer | None, report: Report | None) -> Kv | None:
             "boundary_mode": asked.boundary_mode,
             "sink_tokens": asked.sink_tokens,
             "tail_tokens": asked.tail_tokens,
+            "fold_tokens": asked.fold_tokens,
             "strict": asked.strict,
         },
         "effective": _effective(report),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from daemon.errors import PolicyError
 from daemon.policy.architecture import Layer, LayerKind
-from daemon.policy.schemes import UnknownSchemeError, parse_codec, parse_scheme
+from daemon.policy.schemes import Scheme, UnknownSchemeError, parse_codec, parse_scheme
 from daemon.policy.spec import LayerRule, Match
 
 TILE_TOKENS = 32  # tokens are packed one tile at a time
@@ -29,6 +29,29 @@ def check_tail(tail_tokens: int | None, path: str) -> None:
         )
 
 
+def check_fold(fold_tokens: int | None, path: str) -> None:
+    """Refuse a fold that is not made of whole tiles; raises PolicyError at *path*."""
+    if fold_tokens is not None and fold_tokens % TILE_TOKENS:
+        below = fold_tokens // TILE_TOKENS * TILE_TOKENS
+        raise PolicyError(
+            path,
+            f"{fold_tokens} is not a multiple of {TILE_TOKENS}: tokens are packed in tiles of that many",
+            hint=f"write {below} or {below + TILE_TOKENS}",
+        )
+
+
+def check_pair(scheme: Scheme, path: str) -> None:
+    """Refuse an affine codec beside another one; raises PolicyError at *path*."""
+    if scheme.mixed:
+        whole = scheme.k if scheme.k.affine else scheme.v
+        raise PolicyError(
+            path,
+            f"{scheme.k.name} keys with {scheme.v.name} values are no scheme:"
+            f" {whole.name} is for both or for neither",
+            hint=f"write mode: {whole.name}, or a codec that is not affine for keys and for values",
+        )
+
+
 def check_rules(rules: Sequence[LayerRule]) -> None:
     """Refuse rules that could not be right for any model.
 
@@ -39,10 +62,13 @@ def check_rules(rules: Sequence[LayerRule]) -> None:
         path = f"layers.{i}"
         _check_match(rule.match, f"{path}.match")
         check_tail(rule.tail_tokens, f"{path}.tail_tokens")
+        check_fold(rule.fold_tokens, f"{path}.fold_tokens")
         check_scheme(rule.mode, rule.k, rule.v, path)
         if not rule.model_fields_set - {"match"}:
             raise PolicyError(
-                path, "the rule sets nothing", hint="write mode, k, v, sink_tokens or tail_tokens"
+                path,
+                "the rule sets nothing",
+                hint="write mode, k, v, sink_tokens, tail_tokens or fold_tokens",
             )
 
 

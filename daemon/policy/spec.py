@@ -38,6 +38,9 @@ class LayerRule(FrozenModel):
     tail_tokens: Annotated[int, Field(ge=0, le=65536)] | None = Field(
         None, description="Newest tokens kept in full precision."
     )
+    fold_tokens: Annotated[int, Field(ge=32, le=65536)] | None = Field(
+        None, description="Tokens that leave the tail together; a multiple of 32."
+    )
     token_budget: int | None = later(
         None, "Keep the sinks and the newest tokens of this layer, drop the middle (lossy)."
     )
@@ -78,6 +81,9 @@ class KvSpec(FrozenModel):
     tail_tokens: Annotated[int, Field(ge=0, le=65536)] | None = Field(
         None, description="Newest tokens kept in full precision."
     )
+    fold_tokens: Annotated[int, Field(ge=32, le=65536)] | None = Field(
+        None, description="Tokens that leave the tail together; a multiple of 32."
+    )
     calibration: Literal["auto", "none"] | dict[str, str] | None = later(
         None,
         "auto | none | {text: path} | {profile: path}; key statistics measured once per model.",
@@ -110,7 +116,8 @@ class NamedPolicy(FrozenModel):
     boundary_mode: Literal["int8", "fp16"] = "int8"
     boundary_k: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
     sink_tokens: Annotated[int, Field(ge=0, le=4096)] = 4
-    tail_tokens: Annotated[int, Field(ge=0, le=65536)] = 32
+    tail_tokens: Annotated[int, Field(ge=0, le=65536)] | None = None
+    fold_tokens: Annotated[int, Field(ge=32, le=65536)] | None = None
     strict: bool = False
     layers: tuple[LayerRule, ...] = Field((), strict=False)
 
@@ -132,6 +139,7 @@ class KvRequest(FrozenModel):
     boundary_k: Literal["auto"] | int
     sink_tokens: int
     tail_tokens: int
+    fold_tokens: int = 32
     strict: bool
     layers: tuple[LayerRule, ...] = Field((), strict=False)
     warnings: tuple[str, ...] = Field((), strict=False)

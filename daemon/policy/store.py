@@ -12,7 +12,7 @@ from pathlib import Path
 
 from daemon.errors import ConfigError, PolicyError, Problem
 from daemon.policy.files import load, located, refused
-from daemon.policy.matching import check_rules, check_tail
+from daemon.policy.matching import check_fold, check_rules, check_tail
 from daemon.policy.rules import AllowEntry, Allowlist
 from daemon.policy.schemes import Scheme, UnknownSchemeError, parse_scheme
 from daemon.policy.spec import NamedPolicy
@@ -89,6 +89,7 @@ def _load_policy(path: Path) -> NamedPolicy:
     try:
         scheme = parse_scheme(policy.mode)
         check_tail(policy.tail_tokens, "tail_tokens")
+        check_fold(policy.fold_tokens, "fold_tokens")
         check_rules(policy.layers)
         _check_bits(policy, scheme)
     except UnknownSchemeError as error:
