@@ -31,8 +31,8 @@ MAGNITUDES: dict[float, tuple[int, ...]] = {
 }
 
 # Odd polynomials p with round(p(u) − fraction) = m, where u is the distance of m's code from the middle of all:
-# coefficients of u, u³, u⁵, … 2 and 3 bits interpolate; the others are minimax fits whose largest errors, all below
-# the ½ that rounding absorbs, are 0.112 at 3.5 bits, 0.456 at 4 and 0.422 at 5.
+# coefficients of u, u³, u⁵, … Their largest errors are 0, 0.032, 0.112, 0.456 and 0.422 by width (the last two are
+# minimax fits), all below the ½ that rounding absorbs.
 DECODE_POLYNOMIALS: dict[float, tuple[float, ...]] = {
     2: (76.0, 4.0),
     3: (28.857813, 0.3125, 0.025),

@@ -91,6 +91,37 @@ def test_only_sinks_and_tail_stay_in_full_precision(scheme: str) -> None:
     assert 33 <= stored.length - stored.packed_to <= 64
 
 
+@pytest.mark.parametrize("step", [1, 50, 400])
+def test_a_fold_of_several_tiles_leaves_the_tail_at_once(step: int) -> None:
+    """turbo4-delegated: between 256 and 383 of the newest tokens are in full precision, whatever arrives."""
+    row = Row(parse_scheme("turbo0v4"), sink_tokens=4, tail_tokens=256, fold_tokens=128)
+    keys, values = tokens(900)
+    seen = set()
+    for start in range(0, 900, step):
+        row.append(keys[:, start : start + step], values[:, start : start + step])
+        row.pack()
+        seen.add(row.stored().packed_to)
+        if row.length >= 384:
+            assert 256 <= row.length - row.stored().packed_to < 384
+
+    assert all(end % 128 == 0 for end in seen)
+    assert max(seen) == 640
+    assert row.copy().fresh().fold_tokens == 128
+
+
+def test_how_many_tokens_fold_together_does_not_change_their_codes() -> None:
+    small, large = (
+        Row(parse_scheme("turbo5v3.5"), sink_tokens=4, tail_tokens=32, fold_tokens=fold)
+        for fold in (32, 128)
+    )
+    for row in (small, large):
+        row.append(*tokens(288))
+        row.pack()
+
+    assert (small.stored().packed_to, large.stored().packed_to) == (256, 256)
+    assert mx.array_equal(small.stored().tiles_in_use(), large.stored().tiles_in_use())
+
+
 def test_without_sinks_and_tail_everything_but_the_newest_call_is_packed() -> None:
     row = filled("turbo4v4", 100, step=1, sinks=0, tail=0)
 

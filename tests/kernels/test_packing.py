@@ -145,9 +145,7 @@ def test_scales_lie_behind_the_codes_in_token_order() -> None:
 
 def test_affine_scales_lie_token_by_token_before_their_biases() -> None:
     layout = TileLayout(AFFINE4, AFFINE4, 128, 64)
-    sides = Packed(
-        k=random_side(AFFINE4, 1, 32, 128, 3), v=random_side(AFFINE4, 1, 32, 64, 4)
-    )
+    sides = Packed(k=random_side(AFFINE4, 1, 32, 128, 3), v=random_side(AFFINE4, 1, 32, 64, 4))
 
     words = np.array(packing.pack(sides, layout))[0, 0]
 
