@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import mlx.core as mx
 
 from daemon.kernels import codec, packing
+from daemon.kernels.keys import KeyTransform
 from daemon.kernels.packing import TILE, Packed, TileLayout
 from daemon.kernels.rotation import Side
 from daemon.kernels.stored import RawSide, Stored
@@ -24,8 +25,16 @@ RAW_STEP = 256  # tokens by which a side in full precision grows: mlx-lm's own s
 class Row:
     """One sequence of one layer; *length* tokens so far."""
 
-    def __init__(self, scheme: Scheme, *, sink_tokens: int, tail_tokens: int) -> None:
+    def __init__(
+        self,
+        scheme: Scheme,
+        *,
+        sink_tokens: int,
+        tail_tokens: int,
+        keys: KeyTransform | None = None,
+    ) -> None:
         self.scheme = scheme
+        self.keys = keys if scheme.k.scaled else None
         self.sink_tokens = sink_tokens
         self.tail_tokens = tail_tokens
         self.length = 0
@@ -37,7 +46,9 @@ class Row:
 
     def fresh(self) -> Row:
         """Return an empty row with the same policy."""
-        return Row(self.scheme, sink_tokens=self.sink_tokens, tail_tokens=self.tail_tokens)
+        return Row(
+            self.scheme, sink_tokens=self.sink_tokens, tail_tokens=self.tail_tokens, keys=self.keys
+        )
 
     def copy(self) -> Row:
         """Return a row that shares every array with this one; appending to either leaves the other alone."""
@@ -92,6 +103,7 @@ class Row:
             k=self._k.raw(),
             v=self._v.raw(),
             n_kv_heads=self._k.n_heads,
+            keys=self.keys,
         )
 
     def shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -152,8 +164,8 @@ class Row:
             assert self._tiles is not None
             old = packing.unpack(self._tiles[:, first_tile : first_tile + 1], layout)
         fresh = Packed(
-            k=self._encoded(self._k, "k", end - start, old.k if old else None, kept, unused),
-            v=self._encoded(self._v, "v", end - start, old.v if old else None, kept, unused),
+            k=self._encoded(self._k, "k", start, end, old.k if old else None, kept, unused),
+            v=self._encoded(self._v, "v", start, end, old.v if old else None, kept, unused),
         )
         self._store(packing.pack(fresh, layout), first_tile)
         self._packed_to = end
@@ -162,15 +174,19 @@ class Row:
         self,
         side: _Side,
         name: Side,
-        count: int,
+        start: int,
+        end: int,
         old: tuple[mx.array, mx.array] | None,
         kept: int,
         unused: int,
     ) -> tuple[mx.array, mx.array] | None:
-        """Encode the oldest *count* tail tokens of *side* and fill them up to whole tiles."""
+        """Encode the oldest tail tokens of *side*, those at *start* to *end*, and fill them up to whole tiles."""
         if side.codec is FP16:
             return None
-        codes, scales = codec.encode(side.take(count), side.codec, name)
+        vectors = side.take(end - start)
+        if name == "k" and self.keys is not None:
+            vectors = self.keys.centered(vectors, start)
+        codes, scales = codec.encode(vectors, side.codec, name)
         if old is not None:
             codes = mx.concatenate([old[0][:, :kept], codes], axis=1)
             scales = mx.concatenate([old[1][:, :kept], scales], axis=1)

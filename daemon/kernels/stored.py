@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from daemon.kernels.keys import KeyTransform
 from daemon.kernels.packing import TILE, TileLayout
 
 
@@ -41,6 +42,8 @@ class Stored:
     k: RawSide
     v: RawSide
     n_kv_heads: int
+    keys: KeyTransform | None = None
+    """What was taken off packed keys; keys in full precision are as the model computed them."""
 
     def tiles_in_use(self) -> mx.array:
         """Return the tiles that hold tokens, without spare capacity."""
