@@ -16,7 +16,7 @@ from daemon.cli.status_table import detail, overview
 from daemon.cli.tables import console
 from daemon.cli.waiting import by_name
 from daemon.errors import DaemonUnreachableError, NotRunningError, TqdError, UnknownServerError
-from daemon.ops.status import Document, ServerStatus
+from daemon.ops.document import Document, ServerStatus
 from daemon.supervisor.client import Client
 
 if TYPE_CHECKING:  # the group imports this module

@@ -10,9 +10,9 @@ from typing import Literal
 from rich.console import Console
 
 from daemon.errors import InProgressError, TqdError
-from daemon.ops.status import Document, ServerStatus
+from daemon.ops.document import Document, ServerStatus
 from daemon.supervisor.client import Client
-from daemon.supervisor.control import Action
+from daemon.supervisor.messages import Action
 
 POLL_S = 0.2
 

@@ -19,10 +19,10 @@ from daemon.errors import (
     TqdError,
     UnknownServerError,
 )
-from daemon.ops.status import Document
+from daemon.ops.document import Document
 from daemon.paths import StateDir
-from daemon.supervisor.control import Action, Change, Verdict
 from daemon.supervisor.instance import holder
+from daemon.supervisor.messages import Action, Change, Verdict
 
 TIMEOUT_S = 10.0
 RELOAD_TIMEOUT_S = 120.0  # a pass reads models' headers, and may wait to see a removal confirmed

@@ -12,12 +12,13 @@ from pathlib import Path
 from daemon.config import diff as differ
 from daemon.config.spec import DaemonSpec
 from daemon.errors import ConfigError, Problem, TqdError, UnknownServerError
-from daemon.ops.status import Document, ServerStatus, View, document, server_status, unready
+from daemon.ops.document import Document, ServerStatus
+from daemon.ops.status import View, document, server_status, unready
 from daemon.paths import StateDir
 from daemon.supervisor import lifecycle, plan
-from daemon.supervisor.control import Action, Change, Verdict
 from daemon.supervisor.desired import DesiredState
 from daemon.supervisor.lifecycle import Desired, Server
+from daemon.supervisor.messages import Action, Change, Verdict
 from daemon.supervisor.reconcile import Reconciler
 from daemon.supervisor.reload import Configuration
 

@@ -8,33 +8,16 @@ import socket
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol, TypedDict, cast
+from typing import Protocol, cast
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from daemon.errors import ConfigError, TqdError
-from daemon.ops.status import Document, problem_status
+from daemon.ops.document import Document
+from daemon.ops.status import problem_status
 from daemon.supervisor.files import make_private
-
-Action = Literal["start", "stop", "restart"]
-
-
-class Change(TypedDict):
-    """A step of a plan, for people: ``restart chat: kv.mode turbo8v4 → turbo8v3``."""
-
-    action: str
-    server: str
-    changes: list[str]
-    text: str
-
-
-class Verdict(TypedDict):
-    """What became of one reading of servers.yaml; a refusal is an error instead."""
-
-    result: Literal["applied", "unchanged"]
-    steps: list[Change]
-    warnings: list[str]
+from daemon.supervisor.messages import Action, Change, Verdict
 
 
 class Commands(Protocol):

@@ -123,7 +123,6 @@ class _Daemon:
             self._reconciler.workers = Workers(
                 tasks=tasks,
                 post=self._reconciler.post,
-                sockets=self._sockets,
                 register=self._register,
                 logs=self._logs,
                 environ=self._environ,

@@ -267,6 +267,8 @@ def listeners(fleet: Fleet) -> Mapping[Address, Listener]:
     """
     found = {it.address: it for it in _worker_listeners(fleet)}
     for server in fleet.servers.values():
+        if server.name in fleet.leftovers:
+            continue  # it may still listen there
         to_come = server.desired is Desired.RUNNING and not fleet.closing
         waiting = server.worker is not None or server.state in (State.STARTING, State.BACKOFF)
         if to_come and waiting and server.address not in found:

@@ -21,7 +21,7 @@ from daemon.config.prepare import PreparedServer, live_message, worker_spec
 from daemon.config.spec import DaemonSpec
 from daemon.log import get_logger
 from daemon.supervisor import lifecycle, plan
-from daemon.supervisor.lifecycle import Cause, Effect, Server, State
+from daemon.supervisor.lifecycle import Address, Cause, Effect, Server, State
 from daemon.supervisor.plan import Fleet, Told
 from daemon.supervisor.sockets import AddressTakenError, Sockets, bind
 from daemon.supervisor.workers import Workers
@@ -73,6 +73,7 @@ class Reconciler:
         self._clock = clock
         self._turned = turned
         self._recheck = recheck
+        self._refused: Mapping[Address, AddressTakenError] = {}
         self._queue: asyncio.Queue[_Job] = asyncio.Queue()
         self._log = get_logger()
 
@@ -125,9 +126,9 @@ class Reconciler:
             job.done.set_result(None)
 
     async def _arrange_sockets(self) -> None:
-        refused = await self._sockets.arrange(plan.listeners(self.fleet))
-        for server in self.fleet.servers.values() if refused else ():
-            error = refused.get(server.address)
+        self._refused = await self._sockets.arrange(plan.listeners(self.fleet))
+        for server in self.fleet.servers.values() if self._refused else ():
+            error = self._refused.get(server.address)
             if error is not None and server.worker is None:
                 self.post(server.name, lifecycle.Block(_port_in_use(error)))
 
@@ -152,8 +153,13 @@ class Reconciler:
         if prepared.blocked is not None:
             self.workers.refuse(name, launch, Cause(*prepared.blocked))
             return
+        address = self.fleet.servers[name].address
+        listener = self._sockets.get(address)
+        if listener is None:
+            self.workers.refuse(name, launch, _port_in_use(self._refused[address]))
+            return
         spec = worker_spec(prepared, launch=launch, nonce=nonce, log_level=daemon.log.level)
-        self.workers.spawn(spec, self._log_path(name, daemon))
+        self.workers.spawn(spec, listener, self._log_path(name, daemon))
 
     def _look_again(self, server: Server) -> None:
         if server.cause is None or server.cause.code != "port_in_use":

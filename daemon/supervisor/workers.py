@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,6 @@ from daemon.supervisor.leftovers import Register
 from daemon.supervisor.lifecycle import TAIL_LINES, Cause
 from daemon.supervisor.logs import LogWriter, Tail
 from daemon.supervisor.process import Child, Message
-from daemon.supervisor.sockets import Sockets
 
 Post = Callable[[str, lifecycle.Event], None]
 
@@ -41,7 +41,6 @@ class Workers:
         *,
         tasks: asyncio.TaskGroup,
         post: Post,
-        sockets: Sockets,
         register: Register,
         logs: LogWriter,
         environ: Mapping[str, str],
@@ -50,7 +49,6 @@ class Workers:
         self.reports: dict[str, Report] = {}
         self._tasks = tasks
         self._post = post
-        self._sockets = sockets
         self._register = register
         self._logs = logs
         self._environ = environ
@@ -59,14 +57,9 @@ class Workers:
         self._children: dict[tuple[str, int], Child] = {}
         self._log = get_logger()
 
-    def spawn(self, spec: wire.WorkerSpec, log_path: Path) -> None:
-        """Start a worker; `Spawned` or `SpawnFailed` follows."""
+    def spawn(self, spec: wire.WorkerSpec, listener: socket.socket, log_path: Path) -> None:
+        """Start a worker that serves on *listener*; `Spawned` or `SpawnFailed` follows."""
         server = spec.server
-        address = lifecycle.Address(server.host, server.port)
-        listener = self._sockets.get(address)
-        if listener is None:
-            self.refuse(spec.name, spec.launch, Cause("port_in_use", f"{address} cannot be had"))
-            return
         command = environment.worker_command(server, self._environ)
         try:
             child = Child.spawn(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ import pytest
 import yaml
 
 from daemon.errors import DaemonUnreachableError
-from daemon.ops.status import ServerStatus
+from daemon.ops.document import ServerStatus
 from daemon.paths import StateDir
 from daemon.supervisor.client import Client
 
@@ -129,6 +130,8 @@ class Site:
 
     def run(self, *arguments: str, wait: bool = True, **environment: str) -> None:
         """Start `tqd run` in the foreground of a process of its own."""
+        if self.daemon is not None:
+            self.daemon.wait(LONGEST_WAIT_S)  # the one before is on its way out
         log = (self.folder / "daemon.out").open("ab")
         with log:
             self.daemon = subprocess.Popen(
@@ -204,19 +207,15 @@ class Site:
     def clean(self) -> None:
         """End whatever still runs, by pid."""
         owners = [self.daemon.pid] if self.daemon and self.daemon.poll() is None else []
-        try:
+        with contextlib.suppress(DaemonUnreachableError):
             owners.append(self.client.status()["daemon"]["pid"])
-        except DaemonUnreachableError:
-            pass
         for pid in set(owners):
             os.kill(pid, signal.SIGKILL)
         if self.daemon is not None:
             self.daemon.wait(LONGEST_WAIT_S)
         for pid in self.workers():
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
 
 
 @pytest.fixture
