@@ -19,7 +19,9 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from click.testing import CliRunner, Result
 
+from daemon.cli.main import main
 from daemon.errors import DaemonUnreachableError
 from daemon.ops.document import ServerStatus
 from daemon.paths import StateDir
@@ -148,8 +150,13 @@ class Site:
         place = ("--config", str(self.file), "--state-dir", str(self.state.root))
         return [sys.executable, "-m", "daemon", *place, *arguments]
 
-    def tqd(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run a `tqd` command to its end."""
+    def tqd(self, *arguments: str) -> Result:
+        """Run a `tqd` command to its end, in this process: the daemon and its workers have their own."""
+        place = ("--config", str(self.file), "--state-dir", str(self.state.root))
+        return CliRunner(env=self.environment).invoke(main, [*place, *arguments])
+
+    def shell(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run a `tqd` command to its end, as a process of its own."""
         return subprocess.run(
             self.command(*arguments),
             env=self.environment,

@@ -32,7 +32,7 @@ def test_a_crash_loop_ends_failed_with_code_and_last_lines_until_an_edit(site: S
     assert failed["last_exit"]["tail"][-2:] == ["about to fail", "RuntimeError: no such tensor"]
     assert site.is_free(port)
     shown = site.tqd("status", "a")
-    assert (shown.returncode, "RuntimeError: no such tensor" in shown.stdout) == (3, True)
+    assert (shown.exit_code, "RuntimeError: no such tensor" in shown.stdout) == (3, True)
 
     del site.servers["a"]["env"]["STUB"]
     site.write()
@@ -43,7 +43,7 @@ def test_a_crash_loop_ends_failed_with_code_and_last_lines_until_an_edit(site: S
 def test_start_tells_why_a_server_failed_and_exits_with_1(site: Site) -> None:
     site.add("a", stub="exit-78")
     site.write()
-    start = site.tqd("start", "a")
+    start = site.shell("start", "a")
     assert start.returncode == 1
     assert "a is failed: said why" in start.stderr
     assert "hint: do this" in start.stderr
@@ -62,7 +62,7 @@ def test_the_supervisor_answers_503_while_a_server_backs_off(site: Site) -> None
     assert body["error"]["message"].startswith("server a is backoff: exited with 1; next attempt")
     assert not site.is_free(port)
 
-    assert site.tqd("stop", "a").returncode == 0
+    assert site.tqd("stop", "a").exit_code == 0
     assert site.is_free(port)
 
 
@@ -84,11 +84,11 @@ def test_a_deaf_worker_is_gone_and_its_port_free_when_stop_returns(site: Site) -
     pid = site.ready()["a"]
 
     early = site.tqd("stop", "a", "--timeout", "100ms")
-    assert early.returncode == 5
+    assert early.exit_code == 5
     assert "a is " in early.stderr
     assert psutil.pid_exists(pid)
 
-    assert site.tqd("stop", "a").returncode == 0
+    assert site.tqd("stop", "a").exit_code == 0
     assert not psutil.pid_exists(pid)
     assert site.is_free(port)
     assert site.server("a")["last_exit"]["classified"] == "killed_after_grace"
@@ -200,11 +200,11 @@ def test_a_second_daemon_on_one_state_folder_is_refused(site: Site) -> None:
     site.run()
     pids = site.ready()
 
-    second = site.tqd("run")
-    assert second.returncode == 1
-    assert f"a daemon already runs with pid {site.daemon.pid}" in second.stderr
-    assert site.tqd("run", "--service", "launchd").returncode == 0
-    assert site.tqd("run", "--service", "systemd").returncode == 78
+    refusal = site.shell("run")
+    assert refusal.returncode == 1
+    assert f"a daemon already runs with pid {site.daemon.pid}" in refusal.stderr
+    assert site.tqd("run", "--service", "launchd").exit_code == 0
+    assert site.tqd("run", "--service", "systemd").exit_code == 78
     assert site.ready() == pids
 
 
@@ -243,7 +243,7 @@ def test_what_the_user_stopped_stays_stopped_over_a_restart_of_the_daemon(site: 
     site.write()
     site.run()
     site.ready()
-    assert site.tqd("stop", "a").returncode == 0
+    assert site.tqd("stop", "a").exit_code == 0
     assert site.tqd("shutdown").stdout == "the daemon has ended\n"
 
     site.run()
@@ -251,7 +251,7 @@ def test_what_the_user_stopped_stays_stopped_over_a_restart_of_the_daemon(site: 
     stopped = site.server("a")
     assert (stopped["state"], stopped["desired_source"]) == ("stopped", "cli")
 
-    assert site.tqd("start", "--all").returncode == 0
+    assert site.tqd("start", "--all").exit_code == 0
     site.ready()
 
 
@@ -275,7 +275,7 @@ def test_a_cold_start_with_a_broken_file_runs_the_last_good_one_and_says_so(site
 
 def test_a_first_start_with_a_broken_file_exits_with_2_and_says_where(site: Site) -> None:
     site.write("version: 1\nservers: {a: {modle: x}}\n")
-    start = site.tqd("start")
+    start = site.shell("start")
     assert start.returncode == 2
     assert "servers.yaml:2:15: servers.a.modle: unknown key" in start.stderr
 
@@ -283,14 +283,14 @@ def test_a_first_start_with_a_broken_file_exits_with_2_and_says_where(site: Site
 def test_start_without_a_daemon_starts_one_that_outlives_the_command(site: Site) -> None:
     site.add("a")
     site.write()
-    start = site.tqd("start")
+    start = site.shell("start")
     assert (start.returncode, start.stdout) == (0, "started: a\n")
     site.ready()
     assert site.tqd("restart", "a").stdout == "restarted: a\n"
     assert site.server("a")["launch"] == 2
-    assert site.tqd("shutdown").returncode == 0
-    assert site.tqd("shutdown").returncode == 3
-    assert site.tqd("status").returncode == 6
+    assert site.tqd("shutdown").exit_code == 0
+    assert site.tqd("shutdown").exit_code == 3
+    assert site.tqd("status").exit_code == 6
 
 
 def test_commands_refuse_names_they_do_not_know_and_servers_that_are_disabled(site: Site) -> None:
@@ -300,10 +300,10 @@ def test_commands_refuse_names_they_do_not_know_and_servers_that_are_disabled(si
     site.run()
     site.ready("a")
     unknown = site.tqd("restart", "nobody")
-    assert (unknown.returncode, "one of a, off" in unknown.stderr) == (4, True)
+    assert (unknown.exit_code, "one of a, off" in unknown.stderr) == (4, True)
     disabled = site.tqd("start", "off")
-    assert (disabled.returncode, "the server is disabled" in disabled.stderr) == (2, True)
-    assert site.tqd("stop").returncode == 2
+    assert (disabled.exit_code, "the server is disabled" in disabled.stderr) == (2, True)
+    assert site.tqd("stop").exit_code == 2
     assert site.server("off")["reason"] == "disabled in servers.yaml"
 
 
