@@ -90,6 +90,8 @@ class ControlSocket:
             return _refusal(error, 422, problems=[problem_status(it) for it in error.problems])
         except TqdError as error:
             return _refusal(error, 409)
+        except OSError as error:
+            return _refusal(TqdError(f"the daemon could not do that: {error}"), 500)
 
     async def _status(self, request: web.Request) -> web.Response:
         return web.json_response(self._commands.status())

@@ -22,11 +22,14 @@ from daemon.config.wire import PROTOCOL
 from daemon.errors import WorkerExit
 
 SPAWN_TIMEOUT_S = 30.0  # an interpreter that has not said hello by then is not going to
-RECHECK_S = 5.0  # how often the cause of `blocked` is looked at again
+RECHECK_S = 5.0  # how often a port that blocks a server is tried again
+RECHECK_FILES_S = 30.0  # how often missing files are looked for; that reads every model's headers
 JITTER = (
     0.2  # share of a delay that varies, so that servers which died together do not return together
 )
-BLOCKING = frozenset({"port_in_use", "model_missing"})  # not the server's fault: wait, do not count
+BLOCKING = frozenset(
+    {"port_in_use", "model_missing", "file_missing", "model_fault"}
+)  # not the server's fault: wait, do not count
 STALLED_JUDGEMENTS = 3  # a degraded worker gets this many probe intervals to move again
 TAIL_LINES = 20
 
@@ -447,9 +450,17 @@ def _block(server: Server, cause: Cause, now: float) -> Result:
     startable = server.queued or server.state in (State.BLOCKED, State.BACKOFF)
     if not startable or server.desired is Desired.STOPPED:
         return server, ()
+    return _blocked(server, cause, now), ()
+
+
+def _blocked(server: Server, cause: Cause, now: float) -> Server:
     if server.state is not State.BLOCKED:
         server = _enter(server, State.BLOCKED, now)
-    return replace(server, cause=cause, attempt_at=now + RECHECK_S), ()
+    return replace(server, cause=cause, attempt_at=now + _recheck_s(cause))
+
+
+def _recheck_s(cause: Cause | None) -> float:
+    return RECHECK_S if cause is not None and cause.code == "port_in_use" else RECHECK_FILES_S
 
 
 def _forgiven(server: Server) -> Server:
@@ -479,8 +490,7 @@ def _spawn_failed(server: Server, worker: Worker, event: SpawnFailed, now: float
     if worker.ending is not None:
         return _queue(gone, now)
     if event.cause.code in BLOCKING:
-        blocked = _enter(gone, State.BLOCKED, now)
-        return replace(blocked, cause=event.cause, attempt_at=now + RECHECK_S), ()
+        return _blocked(gone, event.cause, now), ()
     return _back_off(gone, event.cause, event.jitter, now)
 
 
@@ -620,8 +630,7 @@ def _exited_by_itself(server: Server, last: LastExit, event: Exited, now: float)
         case WorkerExit.BAD_CONFIG:
             return _fail(server, cause, now)
         case WorkerExit.MODEL_MISSING | WorkerExit.PORT_TAKEN:
-            blocked = _enter(server, State.BLOCKED, now)
-            return replace(blocked, cause=cause, attempt_at=now + RECHECK_S), ()
+            return _blocked(server, cause, now), ()
         case WorkerExit.OK if server.spec.restart.policy != "always":
             return replace(_enter(server, State.STOPPED, now), cause=cause), ()
         case _:
@@ -710,7 +719,8 @@ def _tick(server: Server, now: float) -> Result:
         case State.BACKOFF:
             return _queue(server, now)
         case State.BLOCKED:
-            return replace(server, attempt_at=now + RECHECK_S), (Recheck(server.name),)
+            later = now + _recheck_s(server.cause)
+            return replace(server, attempt_at=later), (Recheck(server.name),)
         case _:
             return server, ()
 

@@ -174,12 +174,8 @@ class _Daemon:
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop, number)
+            loop.add_signal_handler(number, self._commands.shut_down)
         loop.add_signal_handler(signal.SIGHUP, self._configuration.ask)
-
-    def _stop(self, number: signal.Signals) -> None:
-        self._log.info("daemon.stopping", signal=number.name)
-        self._commands.shut_down()
 
     def _turned(self) -> None:
         """The reconciler has made progress: tell systemd."""

@@ -138,16 +138,17 @@ def bind(address: Address) -> socket.socket:
             f"host {address.host!r} cannot be resolved: {error.strerror}",
             hint="write an address of this machine, such as 127.0.0.1",
         ) from error
-    sock = socket.socket(family, kind, proto)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        sock.bind(where)
-        sock.listen(BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise _refusal(address, error) from error
+    with contextlib.ExitStack() as undo:
+        try:
+            sock = undo.enter_context(socket.socket(family, kind, proto))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind(where)
+            sock.listen(BACKLOG)
+        except OSError as error:
+            raise _refusal(address, error) from error
+        undo.pop_all()
     return sock
 
 

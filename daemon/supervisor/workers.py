@@ -30,7 +30,6 @@ class Report:
     ready: wire.Ready | None = None
     snapshot: wire.Snapshot | None = None
     sampled_at: float | None = None
-    acknowledged: str | None = None
 
 
 class Workers:
@@ -56,6 +55,8 @@ class Workers:
         self._preload = environment.openblas()
         self._children: dict[tuple[str, int], Child] = {}
         self._log = get_logger()
+        if self._preload is None and environment.computes_on_cpu():
+            self._log.warning("blas.missing", hint=environment.OPENBLAS_HINT)
 
     def spawn(self, spec: wire.WorkerSpec, listener: socket.socket, log_path: Path) -> None:
         """Start a worker that serves on *listener*; `Spawned` or `SpawnFailed` follows."""
@@ -167,8 +168,8 @@ class _Desk:
             case wire.Snapshot(generation=generation):
                 report.snapshot, report.sampled_at = message, self._clock()
                 self._post(lifecycle.Beat(launch, generation))
-            case wire.Ack(spec_hash=spec_hash):
-                report.acknowledged = spec_hash
+            case wire.Ack():
+                pass
             case wire.Fatal():
                 self.fatal = message
             case _:

@@ -267,5 +267,5 @@ def test_a_model_that_appears_later_lets_its_server_start(site: Site) -> None:
     assert site.is_in("a", "blocked")["reason_code"] == "model_missing"
 
     (site.folder / "elsewhere").rename(site.folder / "model")
-    assert site.tqd("start", "a", "--no-wait").exit_code == 0
-    site.ready()
+    assert site.tqd("start", "a").exit_code == 0
+    assert site.server("a")["state"] == "ready"

@@ -342,6 +342,11 @@ def test_a_taken_port_blocks_without_spending_a_retry(machine: Machine) -> None:
     assert machine.server.queued
 
 
+def test_missing_files_are_looked_for_less_often_than_a_port(machine: Machine) -> None:
+    machine(Start(), Block(Cause("model_missing", "no such folder")))
+    assert machine.due() == lifecycle.RECHECK_FILES_S
+
+
 def test_a_program_that_is_missing_is_retried(machine: Machine) -> None:
     machine(Start(), Grant("n"), SpawnFailed(1, Cause("spawn_failed", "no such file")))
     assert machine.state is State.BACKOFF
