@@ -29,9 +29,9 @@ from daemon.ops.document import (
     Throughput,
     Verdict,
 )
-from daemon.supervisor.lifecycle import Desired, LastExit, Server, State
 from daemon.supervisor.plan import Fleet
 from daemon.supervisor.reload import ConfigStatus
+from daemon.supervisor.server import Desired, LastExit, Server, State
 from daemon.supervisor.workers import Report
 
 

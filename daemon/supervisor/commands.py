@@ -16,17 +16,17 @@ from daemon.log import get_logger
 from daemon.ops.document import Document, ServerStatus
 from daemon.ops.status import View, document, server_status, unready
 from daemon.paths import StateDir
-from daemon.supervisor import lifecycle, plan
+from daemon.supervisor import events, plan
 from daemon.supervisor.desired import DesiredState
-from daemon.supervisor.lifecycle import Desired, Server
 from daemon.supervisor.messages import Action, Change, Verdict
 from daemon.supervisor.reconcile import Reconciler
 from daemon.supervisor.reload import Configuration
+from daemon.supervisor.server import Desired, Server
 
-_EVENTS: Mapping[Action, lifecycle.Event] = {
-    "start": lifecycle.Start(),
-    "stop": lifecycle.Stop(),
-    "restart": lifecycle.Restart(),
+_EVENTS: Mapping[Action, events.Event] = {
+    "start": events.Start(),
+    "stop": events.Stop(),
+    "restart": events.Restart(),
 }
 
 

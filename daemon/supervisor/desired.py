@@ -9,7 +9,7 @@ from pathlib import Path
 from daemon.config.spec import ServerSpec
 from daemon.log import get_logger
 from daemon.supervisor.files import read_json, write_private
-from daemon.supervisor.lifecycle import Desired
+from daemon.supervisor.server import Desired
 
 
 class DesiredState:

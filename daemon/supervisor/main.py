@@ -22,10 +22,10 @@ from daemon.supervisor.control import ControlSocket
 from daemon.supervisor.desired import DesiredState
 from daemon.supervisor.instance import Instance
 from daemon.supervisor.leftovers import Identity, Register, see_out
-from daemon.supervisor.lifecycle import Desired, State
 from daemon.supervisor.logs import LogStream, LogWriter, Rotation
 from daemon.supervisor.reconcile import Reconciler
 from daemon.supervisor.reload import Configuration
+from daemon.supervisor.server import Desired, State
 from daemon.supervisor.sockets import Sockets
 from daemon.supervisor.workers import Workers
 

@@ -21,11 +21,11 @@ from daemon.config.spec import DaemonSpec
 from daemon.errors import ConfigError, Problem, TqdError
 from daemon.log import get_logger
 from daemon.paths import StateDir
-from daemon.supervisor import edits, lifecycle, plan
+from daemon.supervisor import edits, events, plan
 from daemon.supervisor.desired import DesiredState
 from daemon.supervisor.last_good import LastGood
-from daemon.supervisor.lifecycle import Cause, Desired, State
 from daemon.supervisor.reconcile import Reconciler, Wanted
+from daemon.supervisor.server import Cause, Desired, State
 from daemon.supervisor.sockets import AddressTakenError, Sockets
 from daemon.supervisor.watch import Look, Watch, look
 
@@ -196,8 +196,6 @@ class Configuration:
             self.status = replace(self.status, state=state, problems=(), pending=pending)
             self._log.info("config.pending", steps=pending)
 
-    # --- one pass --------------------------------------------------------------------------------
-
     async def _guarded(self, reading: Awaitable[Outcome]) -> Outcome | ConfigError:
         """Return the outcome of *reading*, or its refusal; whatever happens, what runs goes on."""
         try:
@@ -344,7 +342,7 @@ class Configuration:
         except ConfigError as error:
             for name in self._blocked():
                 cause = Cause("model_fault", str(error))
-                self._reconciler.post(name, lifecycle.Block(cause))
+                self._reconciler.post(name, events.Block(cause))
             return
         free = {name: it for name in self._blocked() if not (it := found.servers[name]).blocked}
         if free:

@@ -14,8 +14,8 @@ import psutil
 from aiohttp import web
 
 from daemon.errors import TqdError
-from daemon.supervisor.lifecycle import Address, Server, State
 from daemon.supervisor.plan import Listener
+from daemon.supervisor.server import Address, Server, State
 
 BACKLOG = 512  # connections that wait in the kernel while one worker follows another
 MAX_RETRY_AFTER_S = 30  # clients take a longer Retry-After for a reason to give up

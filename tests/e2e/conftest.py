@@ -103,8 +103,6 @@ class Site:
         }
         _write_model(folder / "model")
 
-    # --- the file ------------------------------------------------------------------------------
-
     def add(self, name: str, stub: str | None = None, **keys: Any) -> int:
         """Add a server to the next `text`; return its port."""
         env = {"STUB_NAME": name} | ({"STUB": stub} if stub else {}) | keys.pop("env", {})
@@ -127,8 +125,6 @@ class Site:
         temporary = self.file.with_suffix(".new")
         temporary.write_text(self.text(**daemon) if text is None else text)
         temporary.replace(self.file)
-
-    # --- the daemon ----------------------------------------------------------------------------
 
     def run(self, *arguments: str, wait: bool = True, **environment: str) -> None:
         """Start `tqd run` in the foreground of a process of its own."""

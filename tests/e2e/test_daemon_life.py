@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from tests.e2e.conftest import Site
 
 
-# --- workers that misbehave ----------------------------------------------------------------------
-
-
 def test_a_crash_loop_ends_failed_with_code_and_last_lines_until_an_edit(site: Site) -> None:
     port = site.add("a", stub="crash-at-load")
     site.write()
@@ -112,9 +109,6 @@ def test_a_worker_that_cannot_prove_its_launch_is_never_ready(site: Site) -> Non
     assert site.is_in("a", "failed")["reason_code"] == "protocol"
 
 
-# --- ports ---------------------------------------------------------------------------------------
-
-
 class Impostor(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.send_response(200)
@@ -147,9 +141,6 @@ def test_a_taken_status_port_is_said_aloud_and_the_daemon_runs_on(site: Site) ->
         site.run()
         site.ready()
         assert "no status endpoint: cannot listen on" in site.tqd("status").stdout
-
-
-# --- the daemon ----------------------------------------------------------------------------------
 
 
 def test_a_killed_daemon_takes_its_workers_along_and_the_next_never_doubles_them(
