@@ -174,7 +174,7 @@ def resolve(request: KvRequest, arch: Architecture, *, allowed: str | None) -> R
     return ResolvedPolicy(
         layers=tuple(plans),
         warnings=(*request.warnings, *warnings, *boundaries.warnings),
-        summary=_summary(plans),
+        summary=summarize(plans),
     )
 
 
@@ -378,7 +378,7 @@ def _layers_text(group: LayerGroup) -> str:
     return f"layers {group.first}-{group.last}"
 
 
-def _summary(plans: Sequence[LayerPlan]) -> str:
+def summarize(plans: Sequence[LayerPlan]) -> str:
     """Return one line: "turbo8v4 on 24 of 28 layers; 4 boundary layers V int8"."""
     total = len(plans)
     own = [plan for plan in plans if plan.kind is not LayerKind.SHARED]

@@ -1,0 +1,39 @@
+# Each target does its own set-up, in .venv; nothing is installed outside it, except OpenBLAS on Debian as root.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+# mlx's CPU wheel has a slow matrix product; a preloaded OpenBLAS makes the demo model's prefill many times faster
+BLAS   := $(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0))
+RUN    := $(if $(BLAS),LD_PRELOAD=$(BLAS) )$(BIN)/python
+
+.PHONY: all demo test check unit bench-quality clean
+
+all: test
+
+demo: $(VENV)/.runtime  ## two servers on the demo model, asked, compared, edited, stopped
+	@$(BIN)/python scripts/demo.py
+
+test: check unit  ## lint, types, import contracts and the whole test suite
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+
+unit: $(VENV)/.dev
+	$(RUN) -m pytest
+
+bench-quality: $(VENV)/.runtime  ## KL divergence and bytes of every scheme on real text
+	$(RUN) tests/bench/quality.py $(ARGS)
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/.runtime: pyproject.toml scripts/setup.sh
+	@sh scripts/setup.sh $(PYTHON) $(VENV) runtime
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml scripts/setup.sh
+	@sh scripts/setup.sh $(PYTHON) $(VENV) dev
+	@touch $@ $(VENV)/.runtime

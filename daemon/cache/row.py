@@ -1,0 +1,269 @@
+"""The storage of one sequence in one layer: [sinks | packed tiles | tail].
+
+Tokens arrive at the tail in full precision. Before the next ones arrive, all but the newest
+*tail_tokens* move into tiles of 32, so a token is packed once and its raw form is gone. Arrays are
+never written in place: an update makes a new array, which MLX turns into a write to the old buffer
+when nobody else holds it. So a copy of a row shares everything and costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+
+from daemon.kernels import codec, packing
+from daemon.kernels.packing import TILE, Packed, TileLayout
+from daemon.kernels.rotation import Side
+from daemon.kernels.stored import RawSide, Stored
+from daemon.policy.schemes import FP16, Codec, Scheme
+
+RAW_STEP = 256  # tokens by which a side in full precision grows: mlx-lm's own step
+
+
+class Row:
+    """One sequence of one layer; *length* tokens so far."""
+
+    def __init__(self, scheme: Scheme, *, sink_tokens: int, tail_tokens: int) -> None:
+        self.scheme = scheme
+        self.sink_tokens = sink_tokens
+        self.tail_tokens = tail_tokens
+        self.length = 0
+        self._packed_to = 0
+        self._layout: TileLayout | None = None
+        self._tiles: mx.array | None = None
+        self._k = _Side(scheme.k, sink_tokens)
+        self._v = _Side(scheme.v, sink_tokens)
+
+    def fresh(self) -> Row:
+        """Return an empty row with the same policy."""
+        return Row(self.scheme, sink_tokens=self.sink_tokens, tail_tokens=self.tail_tokens)
+
+    def copy(self) -> Row:
+        """Return a row that shares every array with this one; appending to either leaves the other alone."""
+        other = self.fresh()
+        other.length, other._packed_to = self.length, self._packed_to
+        other._layout, other._tiles = self._layout, self._tiles
+        other._k, other._v = self._k.copy(), self._v.copy()
+        return other
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Row:
+        return self.copy()
+
+    def append(self, keys: mx.array, values: mx.array) -> None:
+        """Add the tokens of *keys* (H, n, dim_k) and *values* (H, n, dim_v); older ones are packed first."""
+        if self._layout is None:
+            self._layout = TileLayout(
+                self.scheme.k, self.scheme.v, keys.shape[-1], values.shape[-1]
+            )
+        self.pack()
+        self._k.append(keys)
+        self._v.append(values)
+        self.length += keys.shape[1]
+
+    def pack(self) -> None:
+        """Move all tokens but the tail into tiles; append does it before it adds."""
+        self._pack_up_to(self._packable())
+
+    def trim(self, count: int) -> int:
+        """Forget the newest *count* tokens, or all there are; return how many that was."""
+        count = min(count, self.length)
+        self.length -= count
+        self._packed_to = min(self._packed_to, self.length)
+        for side in (self._k, self._v):
+            side.keep(
+                self.length, packed=self._packed_to if self._packed_to > self.sink_tokens else 0
+            )
+        if self._packed_to <= self.sink_tokens:
+            self._packed_to = 0
+        return count
+
+    def stored(self) -> Stored:
+        """Return what attention reads."""
+        if self._layout is None:
+            raise ValueError("an empty row has nothing to attend to")
+        some = self._packed_to > self.sink_tokens
+        return Stored(
+            layout=self._layout,
+            length=self.length,
+            packed_from=self.sink_tokens if some else 0,
+            packed_to=self._packed_to if some else 0,
+            tiles=self._tiles,
+            k=self._k.raw(),
+            v=self._v.raw(),
+            n_kv_heads=self._k.n_heads,
+        )
+
+    def shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return (n_kv_heads, dim) of keys and of values; zeros while the row is empty."""
+        return (self._k.n_heads, self._k.dim), (self._v.n_heads, self._v.dim)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of keys in full precision, by name: MLX's own objects cannot be deep-copied."""
+        return self._k.dtype
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Every array that carries history."""
+        tiles = [] if self._tiles is None else [self._tiles]
+        return [*tiles, *self._k.arrays(), *self._v.arrays()]
+
+    @property
+    def nbytes(self) -> int:
+        """Allocated bytes, spare capacity included."""
+        return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that hold tokens, spare capacity not counted."""
+        tiles = 0
+        if self._tiles is not None:
+            tiles = self._tiles.nbytes // self._tiles.shape[1] * -(-self._packed_to // TILE)
+        raw = [
+            part
+            for side in (self._k.raw(), self._v.raw())
+            for part in (side.head, side.tail)
+            if part is not None
+        ]
+        return tiles + sum(part.nbytes for part in raw)
+
+    @property
+    def packed_tokens(self) -> int:
+        """The position up to which tokens are in tiles; all of them where nothing is packed at all."""
+        return self._packed_to if self._layout is None or self._layout.packed else self.length
+
+    def _packable(self) -> int:
+        """Return the position up to which tokens leave the tail: whole tiles, unless there is no tail at all."""
+        if self.tail_tokens == 0:
+            return self.length
+        return (self.length - self.tail_tokens) // TILE * TILE
+
+    def _pack_up_to(self, end: int) -> None:
+        layout = self._layout
+        start = max(self._packed_to, self.sink_tokens)
+        if layout is None or not layout.packed or end <= start:
+            return
+        first_tile = self._packed_to // TILE
+        kept = self._packed_to - first_tile * TILE  # tokens of a tile that is not full yet
+        unused = self.sink_tokens if self._packed_to == 0 else 0  # slots that belong to sinks
+        old = None
+        if kept:
+            assert self._tiles is not None
+            old = packing.unpack(self._tiles[:, first_tile : first_tile + 1], layout)
+        fresh = Packed(
+            k=self._encoded(self._k, "k", end - start, old.k if old else None, kept, unused),
+            v=self._encoded(self._v, "v", end - start, old.v if old else None, kept, unused),
+        )
+        self._store(packing.pack(fresh, layout), first_tile)
+        self._packed_to = end
+
+    def _encoded(
+        self,
+        side: _Side,
+        name: Side,
+        count: int,
+        old: tuple[mx.array, mx.array] | None,
+        kept: int,
+        unused: int,
+    ) -> tuple[mx.array, mx.array] | None:
+        """Encode the oldest *count* tail tokens of *side* and fill them up to whole tiles."""
+        if side.codec is FP16:
+            return None
+        codes, scales = codec.encode(side.take(count), side.codec, name)
+        if old is not None:
+            codes = mx.concatenate([old[0][:, :kept], codes], axis=1)
+            scales = mx.concatenate([old[1][:, :kept], scales], axis=1)
+        spare = -(codes.shape[1] + unused) % TILE
+        return mx.pad(codes, [(0, 0), (unused, spare), (0, 0)]), mx.pad(
+            scales, [(0, 0), (unused, spare)]
+        )
+
+    def _store(self, tiles: mx.array, at: int) -> None:
+        end = at + tiles.shape[1]
+        if self._tiles is None or end > self._tiles.shape[1]:
+            # a quarter of slack: growing copies the history, so it must happen rarely
+            room = end + max(8, end // 4) if at else end
+            grown = mx.zeros((tiles.shape[0], room, tiles.shape[2]), dtype=mx.uint32)
+            if self._tiles is not None:
+                grown = mx.slice_update(grown, self._tiles[:, :at], mx.array([0]), (1,))
+            self._tiles = grown
+        self._tiles = mx.slice_update(self._tiles, tiles, mx.array([at]), (1,))
+
+
+class _Side:
+    """The keys, or the values, of a row that are in full precision."""
+
+    def __init__(self, kind: Codec, sink_tokens: int) -> None:
+        self.codec = kind
+        self.n_heads = 0
+        self.dim = 0
+        self.dtype = "float16"
+        self._sink_tokens = sink_tokens
+        self._head: mx.array | None = None  # fp16: a buffer with spare room; else the sinks
+        self._head_count = 0
+        self._tail: mx.array | None = None
+
+    def copy(self) -> _Side:
+        other = _Side(self.codec, self._sink_tokens)
+        other.n_heads, other.dim, other.dtype = self.n_heads, self.dim, self.dtype
+        other._head, other._head_count, other._tail = self._head, self._head_count, self._tail
+        return other
+
+    def append(self, x: mx.array) -> None:
+        self.n_heads, self.dim = x.shape[0], x.shape[2]
+        self.dtype = str(x.dtype).rsplit(".", 1)[-1]
+        if self.codec is FP16:
+            self._append_to_buffer(x)
+            return
+        missing = self._sink_tokens - self._head_count
+        if missing > 0:
+            sinks, x = x[:, :missing], x[:, missing:]
+            self._head = (
+                sinks if self._head is None else mx.concatenate([self._head, sinks], axis=1)
+            )
+            self._head_count = self._head.shape[1]
+        if x.shape[1]:
+            self._tail = x if self._tail is None else mx.concatenate([self._tail, x], axis=1)
+
+    def take(self, count: int) -> mx.array:
+        """Remove and return the oldest *count* tail tokens."""
+        assert self._tail is not None
+        taken = self._tail[:, :count]
+        self._tail = self._tail[:, count:] if count < self._tail.shape[1] else None
+        return taken
+
+    def keep(self, length: int, *, packed: int) -> None:
+        """Forget everything from token *length* on; the tail begins at *packed*, or after the sinks."""
+        if self.codec is FP16:
+            self._head_count = min(self._head_count, length)
+            return
+        in_tail = length - max(packed, self._sink_tokens)
+        if self._tail is not None:
+            self._tail = self._tail[:, :in_tail] if in_tail > 0 else None
+        if self._head is not None and length < self._head_count:
+            self._head = self._head[:, :length] if length else None
+            self._head_count = length
+
+    def raw(self) -> RawSide:
+        head = self._head
+        if head is not None and head.shape[1] != self._head_count:
+            head = head[:, : self._head_count]
+        return RawSide(head=head if self._head_count else None, tail=self._tail)
+
+    def arrays(self) -> Iterator[mx.array]:
+        for array in (self._head, self._tail):
+            if array is not None:
+                yield array
+
+    def _append_to_buffer(self, x: mx.array) -> None:
+        end = self._head_count + x.shape[1]
+        if self._head is None or end > self._head.shape[1]:
+            room = -(-end // RAW_STEP) * RAW_STEP
+            grown = mx.zeros((x.shape[0], room, x.shape[2]), dtype=x.dtype)
+            if self._head is not None:
+                old = self._head[:, : self._head_count]
+                grown = mx.slice_update(grown, old, mx.array([0]), (1,))
+            self._head = grown
+        self._head = mx.slice_update(self._head, x, mx.array([self._head_count]), (1,))
+        self._head_count = end

@@ -1,0 +1,234 @@
+"""The two caches that mlx-lm drives: one sequence, and a batch of sequences of any lengths.
+
+Both follow mlx-lm 0.32.2's cache protocol by duck typing. They hand out opaque views instead of
+arrays; the seam (daemon.cache.seam) turns an attention call on a view into `attend`. A batch is a
+list of rows: nothing is padded to the longest, and merge, filter, extend and extract move rows.
+
+Never give these classes an attribute `bits` (mlx-lm would take its own quantized path), `__len__` or
+`__bool__` (an empty cache would count as no cache and lose its mask).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.base import create_causal_mask
+
+from daemon.cache.row import Row
+from daemon.kernels import attention
+from daemon.kernels.rotation import Side
+
+Mask = mx.array | str | None
+
+
+class View:
+    """A stand-in for the keys or the values of a cache: it has a shape and a dtype, and no numbers.
+
+    A model that computes on it instead of passing it to attention fails loudly.
+    """
+
+    __slots__ = ("cache", "side")
+
+    def __init__(self, cache: SequenceCache | BatchCache, side: Side) -> None:
+        self.cache = cache
+        self.side = side
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(batch, n_kv_heads, tokens, dim); a batch's tokens are those of its longest row."""
+        rows = self.cache.rows
+        n_heads, dim = max(row.shapes()[0 if self.side == "k" else 1] for row in rows)
+        return len(rows), n_heads, max(row.length for row in rows), dim
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The dtype that the model computed."""
+        dtype: mx.Dtype = getattr(mx, self.cache.rows[0].dtype)
+        return dtype
+
+    def __iter__(self) -> Any:
+        raise TypeError("this cache's keys and values are packed; they can only be attended to")
+
+
+class _Cache:
+    """What both caches share; *rows* is the only state."""
+
+    rows: list[Row]
+
+    def keys_and_values(self) -> tuple[View, View]:
+        """Return views of everything stored, for layers that read another layer's cache."""
+        return View(self, "k"), View(self, "v")  # type: ignore[arg-type] # always one of the two subclasses
+
+    @property
+    def state(self) -> list[mx.array]:
+        """Every array that carries history: mlx-lm evaluates them after each prefill chunk."""
+        return [array for row in self.rows for array in row.arrays]
+
+    @property
+    def nbytes(self) -> int:
+        """Allocated bytes of all rows."""
+        return sum(row.nbytes for row in self.rows)
+
+    def empty(self) -> bool:
+        """Return whether no token is stored."""
+        return all(row.length == 0 for row in self.rows)
+
+    def size(self) -> int:
+        """Return the tokens of the longest row."""
+        return max((row.length for row in self.rows), default=0)
+
+    def is_trimmable(self) -> bool:
+        """Return True: the newest tokens can always be forgotten."""
+        return True
+
+    def trim(self, count: int) -> int:
+        """Forget the newest *count* tokens of each row; return how many that was."""
+        return max((row.trim(count) for row in self.rows), default=0)
+
+
+class SequenceCache(_Cache):
+    """The cache of one sequence in one layer."""
+
+    def __init__(self, row: Row) -> None:
+        self.rows = [row]
+
+    @property
+    def row(self) -> Row:
+        """The storage."""
+        return self.rows[0]
+
+    @property
+    def offset(self) -> int:
+        """Tokens stored, which is the position of the next one."""
+        return self.row.length
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
+        """Store *keys* (1, H, n, dim_k) and *values*; return views of everything stored."""
+        self.row.append(keys[0], values[0])
+        return self.keys_and_values()
+
+    def attend(
+        self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None
+    ) -> mx.array:
+        """Attend from *queries* (1, n_heads, L, dim_k); returns (1, n_heads, L, dim_v)."""
+        array = mask if isinstance(mask, mx.array) else None
+        if array is not None and array.ndim == 4:
+            array = array[0]
+        return attention.attend(queries[0], self.row.stored(), scale, array, sinks)[None]
+
+    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Mask:
+        """Return the mask for *n* new tokens, as base.create_attention_mask asks for it."""
+        if window_size is not None and self.offset + n > window_size:
+            return _causal(n, self.offset, window_size=window_size)
+        if return_array:
+            return _causal(n, self.offset)
+        return None if n == 1 else "causal"
+
+    @staticmethod
+    def merge(caches: Sequence[SequenceCache]) -> BatchCache:
+        """Return a batch of the sequences in *caches*, empty ones included."""
+        return BatchCache([cache.row for cache in caches])
+
+
+class BatchCache(_Cache):
+    """The caches of several sequences in one layer, each of its own length."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.rows = list(rows)
+        self._remaining: list[int] | None = None  # tokens still to come in a right-padded prefill
+        self._valid: list[int] = []  # tokens of the last update that were no padding
+
+    @property
+    def offset(self) -> mx.array:
+        """Tokens stored in each row, int32 (B,): the positions of the next ones."""
+        return mx.array([row.length for row in self.rows], dtype=mx.int32)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
+        """Store *keys* (B, H, n, dim_k) and *values*, padding excepted; return views of everything stored."""
+        n = keys.shape[2]
+        self._valid = [n] * len(self.rows)
+        if self._remaining is not None:
+            self._valid = [min(n, left) for left in self._remaining]
+            self._remaining = [
+                left - valid for left, valid in zip(self._remaining, self._valid, strict=True)
+            ]
+        for row, k, v, valid in zip(self.rows, keys, values, self._valid, strict=True):
+            if valid:
+                row.append(k[:, :valid], v[:, :valid])
+        return self.keys_and_values()
+
+    def attend(
+        self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None
+    ) -> mx.array:
+        """Attend from *queries* (B, n_heads, L, dim_k); padding queries get zeros. Returns (B, n_heads, L, dim_v)."""
+        length = queries.shape[2]
+        valid = self._valid if len(self._valid) == len(self.rows) else [length] * len(self.rows)
+        outs: list[mx.array | None] = []
+        for index, (row, count) in enumerate(zip(self.rows, valid, strict=True)):
+            count = min(count, length)
+            if count == 0:
+                outs.append(None)
+                continue
+            part = attention.attend(
+                queries[index, :, :count],
+                row.stored(),
+                scale,
+                self._row_mask(mask, index, count),
+                sinks,
+            )
+            outs.append(
+                part if count == length else mx.pad(part, [(0, 0), (0, length - count), (0, 0)])
+            )
+        shape = next(out.shape for out in outs if out is not None)
+        return mx.stack(
+            [mx.zeros(shape, dtype=queries.dtype) if out is None else out for out in outs]
+        )
+
+    def _row_mask(self, mask: Mask, index: int, count: int) -> mx.array | None:
+        """Cut one row out of a rectangular mask: left-padded history, then the chunk with its padding on the right."""
+        if not isinstance(mask, mx.array):
+            return None
+        chunk, total = mask.shape[-2:]
+        row = mask[index if mask.shape[0] > 1 else 0] if mask.ndim == 4 else mask
+        end = total - chunk + count
+        return row[..., :count, end - self.rows[index].length : end]
+
+    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Mask:
+        """Return the mask for *n* new tokens a row; each row is causal by itself, so mostly none is needed."""
+        longest = self.size()
+        if return_array or (window_size is not None and longest + n > window_size):
+            padding = mx.array([longest - row.length for row in self.rows])
+            return _causal(n, longest, window_size=window_size, left_padding=padding)
+        return None if n == 1 else "causal"
+
+    def prepare(
+        self, *, lengths: list[int] | None = None, right_padding: list[int] | None = None
+    ) -> None:
+        """Announce a prefill whose rows have *lengths* tokens each, padded on the right to the longest."""
+        if right_padding is not None and lengths is not None:
+            self._remaining = list(lengths)
+
+    def finalize(self) -> None:
+        """End a padded prefill; padding was never stored, so nothing moves."""
+        self._remaining = None
+
+    def filter(self, keep: list[int]) -> None:
+        """Keep only the rows at the indices *keep*, in that order."""
+        self.rows = [self.rows[index] for index in keep]
+        self._valid = []
+
+    def extend(self, other: BatchCache) -> None:
+        """Add the rows of *other* after these."""
+        self.rows = [*self.rows, *other.rows]
+        self._valid = []
+
+    def extract(self, index: int) -> SequenceCache:
+        """Return a copy of row *index* as a cache of its own."""
+        return SequenceCache(self.rows[index].copy())
+
+
+def _causal(n: int, offset: int, **options: Any) -> mx.array:
+    mask: mx.array = create_causal_mask(n, offset, **options)
+    return mask

@@ -1,0 +1,243 @@
+"""Load a model for serving: weights, tokenizer, caches under the policy, and the proof that they work.
+
+Runs on the MLX thread. Every way in which a folder can be unfit becomes one WorkerExitError that says
+what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model, load_tokenizer
+
+from daemon.cache import build, seam
+from daemon.cache.build import CacheFactory
+from daemon.config import wire
+from daemon.errors import PolicyError, WorkerExit, WorkerExitError
+from daemon.kernels import attention
+from daemon.policy.architecture import Architecture, LayerKind, read_architecture
+from daemon.policy.resolve import ResolvedPolicy, resolve, summarize
+
+Progress = Callable[[str, float], None]
+
+UNKNOWN_CONTEXT = 8192  # tokens, for the few configs that state no limit
+_CHUNK_BYTES = 256 * 2**20  # weights read between two progress reports
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is ready to generate."""
+
+    model: Any
+    tokenizer: Any
+    factory: CacheFactory
+    vocab_size: int
+    max_context: int
+    eos_token_ids: frozenset[int]
+    model_report: wire.ModelReport
+    kv_report: wire.KvReport
+
+
+def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
+    """Load the model that *spec* names and put its KV policy in force.
+
+    Raises:
+        WorkerExitError: the folder is missing, incomplete or corrupt, or the policy does not fit the model.
+    """
+    folder = Path(spec.model_path)
+    config = _read_config(folder)
+    try:
+        architecture = read_architecture(config)
+        resolved = resolve(spec.kv, architecture, allowed=spec.allowed_low_bit_keys)
+    except PolicyError as error:
+        raise WorkerExitError(
+            WorkerExit.BAD_CONFIG, f"{folder.name}: {error.message}", hint=error.hint
+        ) from error
+    seam.install()
+    progress("reading weights", 0.0)
+    model, config = _load_weights(folder)
+    for done in _evaluated(model):
+        progress("reading weights", 0.9 * done)
+    progress("loading the tokenizer", 0.9)
+    tokenizer = _load_tokenizer(folder, spec, config)
+    progress("checking the KV policy", 0.95)
+    vocab_size: int = model(mx.array([[0]])).shape[-1]  # nothing is computed for a shape
+    factory = build.plan_caches(
+        model, [plan for plan in resolved.layers if plan.kind != LayerKind.SHARED]
+    )
+    factory = build.probe(model, factory, vocab_size)
+    kv_report = _kv_report(spec, resolved, factory, build.measure(model, factory, vocab_size))
+    if spec.kv.strict:
+        _refuse_fallbacks(kv_report)
+    model.make_cache = factory
+    mx.clear_cache()
+    own_context = architecture.max_context or UNKNOWN_CONTEXT
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        factory=factory,
+        vocab_size=vocab_size,
+        max_context=min(spec.server.max_context or own_context, own_context),
+        eos_token_ids=frozenset(tokenizer.eos_token_ids),
+        model_report=_model_report(spec, folder, model, architecture),
+        kv_report=kv_report,
+    )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise WorkerExitError(
+            WorkerExit.MODEL_MISSING, f"there is no model in {folder}: config.json is missing"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise WorkerExitError(WorkerExit.BAD_CONFIG, f"cannot read {path}: {error}") from error
+    if not isinstance(config, dict):
+        raise WorkerExitError(WorkerExit.BAD_CONFIG, f"{path} does not hold a JSON object")
+    return config
+
+
+def _load_weights(folder: Path) -> tuple[Any, dict[str, Any]]:
+    download_again = "download or convert the model again"
+    try:
+        model, config = load_model(folder, lazy=True)
+    except FileNotFoundError as error:
+        raise WorkerExitError(
+            WorkerExit.MODEL_MISSING,
+            f"{folder} has no weights (model*.safetensors)",
+            hint=download_again,
+        ) from error
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # SystemExit: mlx_lm.models.olmo exits where its package is missing
+        raise WorkerExitError(
+            WorkerExit.BAD_CONFIG,
+            f"mlx-lm cannot load {folder}: {_one_line(error)}",
+            hint=download_again,
+        ) from error
+    return model, config
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _weights(model: Any) -> list[mx.array]:
+    flat = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
+    return [array for _, array in flat]
+
+
+def _evaluated(model: Any) -> Iterator[float]:
+    """Bring the weights into memory piece by piece; yield the share that is there."""
+    arrays = _weights(model)
+    total = sum(array.nbytes for array in arrays) or 1
+    done = pending = 0
+    batch: list[mx.array] = []
+    for array in arrays:
+        batch.append(array)
+        pending += array.nbytes
+        if pending >= _CHUNK_BYTES:
+            mx.eval(batch)
+            done, pending, batch = done + pending, 0, []
+            yield done / total
+    mx.eval(batch)
+    yield 1.0
+
+
+def _load_tokenizer(folder: Path, spec: wire.WorkerSpec, config: dict[str, Any]) -> Any:
+    try:
+        tokenizer = load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
+    except Exception as error:
+        raise WorkerExitError(
+            WorkerExit.BAD_CONFIG, f"cannot load the tokenizer of {folder}: {_one_line(error)}"
+        ) from error
+    if spec.server.chat_template is not None:
+        path = Path(spec.server.chat_template)
+        try:
+            tokenizer.chat_template = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise WorkerExitError(
+                WorkerExit.BAD_CONFIG, f"cannot read the chat template {path}: {_one_line(error)}"
+            ) from error
+    return tokenizer
+
+
+def _kv_report(
+    spec: wire.WorkerSpec,
+    resolved: ResolvedPolicy,
+    factory: CacheFactory,
+    cost: build.BytesPerToken,
+) -> wire.KvReport:
+    built = {slot.plan.index: slot.plan for slot in factory.slots}
+    plans = tuple(built.get(plan.index, plan) for plan in resolved.layers)
+    final = ResolvedPolicy(layers=plans, warnings=resolved.warnings, summary=summarize(plans))
+    return wire.KvReport(
+        policy=spec.kv.policy,
+        summary=final.summary,
+        layers=tuple(
+            wire.LayerReport(
+                first=group.first,
+                last=group.last,
+                kind=group.kind,
+                requested=group.requested,
+                effective=group.effective,
+                reason=group.reason,
+            )
+            for group in final.groups()
+        ),
+        effective=dict(final.effective_counts),
+        warnings=final.warnings,
+        sink_tokens=spec.kv.sink_tokens,
+        tail_tokens=spec.kv.tail_tokens,
+        backend=attention.backend() if factory.any_packed else "mlx",
+        bytes_per_token=cost.effective,
+        bytes_per_token_fp16=cost.fp16,
+    )
+
+
+def _refuse_fallbacks(report: wire.KvReport) -> None:
+    missed = [layer for layer in report.layers if layer.effective != layer.requested]
+    if missed:
+        which = "; ".join(
+            f"layers {layer.first}-{layer.last} get {layer.effective} instead of {layer.requested}: {layer.reason}"
+            for layer in missed
+        )
+        raise WorkerExitError(
+            WorkerExit.BAD_CONFIG,
+            f"kv.strict: {which}",
+            hint="choose a scheme these layers can have, or drop kv.strict",
+        )
+
+
+def _model_report(
+    spec: wire.WorkerSpec, folder: Path, model: Any, architecture: Architecture
+) -> wire.ModelReport:
+    return wire.ModelReport(
+        id=spec.server.model,
+        path=str(folder),
+        model_type=architecture.model_type,
+        layers=len(architecture.layers),
+        max_context=architecture.max_context or UNKNOWN_CONTEXT,
+        weights_bytes=sum(array.nbytes for array in _weights(model)),
+        device=_device_name(),
+        mlx_version=importlib.metadata.version("mlx"),
+        mlx_lm_version=importlib.metadata.version("mlx-lm"),
+    )
+
+
+def _device_name() -> str:
+    if mx.default_device() == mx.Device(mx.cpu):
+        return "cpu"
+    info = mx.device_info()
+    return str(info.get("device_name", "gpu"))

@@ -1,0 +1,37 @@
+#!/bin/sh
+# Make a virtual environment with tqd and the MLX build of this machine: setup.sh PYTHON VENV runtime|dev
+set -eu
+python=$1 venv=$2 what=$3
+
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
+    echo "tqd needs Python 3.11 or newer; $("$python" --version) is older. Try: make PYTHON=python3.12" >&2
+    exit 1
+}
+[ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
+
+# macOS: the plain wheel brings Metal. Linux: CUDA where a driver answers, else the CPU.
+extra=
+if [ "$(uname -s)" = Linux ]; then
+    extra='[cpu]'
+    if driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) && [ -n "$driver" ]; then
+        if [ "${driver%%.*}" -ge 580 ]; then extra='[cuda13]'; else extra='[cuda12]'; fi
+    fi
+fi
+
+if [ "$extra" = '[cpu]' ] && ! ls /usr/lib/*/openblas-pthread/libopenblas.so.0 >/dev/null 2>&1; then
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        echo "installing Debian's libopenblas0-pthread"
+        { apt-get update -qq && apt-get install -y -qq libopenblas0-pthread; } >/dev/null ||
+            echo "could not install libopenblas0-pthread; going on without it" >&2
+    else
+        echo "note: with Debian's libopenblas0-pthread installed, the demo model reads prompts about 19 times faster on a CPU" >&2
+    fi
+fi
+
+echo "installing tqd$extra into $venv"
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+if [ "$what" = dev ]; then
+    "$venv/bin/python" -m pip install --quiet --editable ".$extra" --group dev
+else
+    "$venv/bin/python" -m pip install --quiet --editable ".$extra"
+fi

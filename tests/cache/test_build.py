@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+
+from daemon.cache import build
+from daemon.cache.sequence import SequenceCache
+from daemon.policy.architecture import LayerKind
+from daemon.policy.resolve import LayerPlan
+from daemon.policy.schemes import parse_scheme
+
+VOCAB = 499
+
+
+def plans(
+    count: int, scheme: str = "turbo8v4", *, kinds: dict[int, LayerKind] | None = None
+) -> list[LayerPlan]:
+    made = []
+    for index in range(count):
+        kind = (kinds or {}).get(index, LayerKind.FULL)
+        effective = scheme if kind is LayerKind.FULL else "fp16"
+        made.append(
+            LayerPlan(index, kind, scheme, parse_scheme(effective), sink_tokens=4, tail_tokens=32)
+        )
+    return made
+
+
+def tiny(name: str, **options: Any) -> Any:
+    """Build a model of *name* with random weights and the smallest sensible shape."""
+    import importlib
+
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    base: dict[str, Any] = {
+        "model_type": name,
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": VOCAB,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+    }
+    mx.random.seed(3)
+    model = module.Model(module.ModelArgs.from_dict({**base, **options}))
+    mx.eval(model.parameters())
+    return model
+
+
+FAMILIES: dict[str, tuple[dict[str, Any], dict[int, LayerKind]]] = {
+    "llama": ({}, {}),
+    "qwen2": ({}, {}),
+    "qwen3": ({}, {}),
+    "phi3": ({"rope_scaling": None}, {}),
+    "gemma3_text": (
+        {"sliding_window": 32, "sliding_window_pattern": 2, "query_pre_attn_scalar": 32},
+        {0: LayerKind.SLIDING, 2: LayerKind.SLIDING},
+    ),
+    "gpt_oss": (
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 16,
+            "rope_scaling": None,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+        {0: LayerKind.SLIDING, 2: LayerKind.SLIDING},
+    ),
+    "qwen3_next": (
+        {
+            "linear_num_value_heads": 2,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "linear_conv_kernel_dim": 3,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "decoder_sparse_step": 1,
+            "shared_expert_intermediate_size": 64,
+            "mlp_only_layers": [],
+            "moe_intermediate_size": 64,
+            "partial_rotary_factor": 0.5,
+            "full_attention_interval": 4,
+        },
+        {0: LayerKind.RECURRENT, 1: LayerKind.RECURRENT, 2: LayerKind.RECURRENT},
+    ),
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> tuple[Any, list[LayerPlan]]:
+    options, kinds = FAMILIES[request.param]
+    return tiny(request.param, **options), plans(4, kinds=kinds)
+
+
+def test_plain_growing_caches_are_ours_and_the_rest_is_mlx_lms(
+    family: tuple[Any, list[LayerPlan]],
+) -> None:
+    model, layers = family
+    factory = build.probe(model, build.plan_caches(model, layers), VOCAB)
+
+    for plan, cache, stock in zip(factory.plans, factory(), make_prompt_cache(model), strict=True):
+        assert plan.reason is None
+        if plan.kind is LayerKind.FULL:
+            assert type(stock) is KVCache
+            assert isinstance(cache, SequenceCache)
+        else:
+            assert type(cache) is type(stock)
+            assert isinstance(cache, RotatingKVCache | ArraysCache)
+
+
+def test_logits_of_packed_caches_stay_close_to_exact_ones(
+    family: tuple[Any, list[LayerPlan]],
+) -> None:
+    """8-bit keys and 4-bit values over 120 tokens, prefilled in two chunks and then decoded."""
+    model, layers = family
+    factory = build.plan_caches(model, layers)
+    tokens = (mx.arange(120)[None] * 7919 + 11) % VOCAB
+    results = []
+    for caches in (make_prompt_cache(model), factory()):
+        model(tokens[:, :70], cache=caches)
+        model(tokens[:, 70:112], cache=caches)
+        results.append(
+            mx.concatenate(
+                [model(tokens[:, i : i + 1], cache=caches) for i in range(112, 120)], axis=1
+            )
+        )
+
+    exact, packed = results
+    error = mx.linalg.norm((packed - exact).flatten()) / mx.linalg.norm(exact.flatten())
+    assert 0 < error.item() < 0.1
+
+
+def test_a_failing_probe_falls_back_for_the_whole_model_with_a_reason() -> None:
+    """A model that computes on keys itself cannot use views: it gets mlx-lm's caches and says why."""
+    model = tiny(
+        "stablelm",
+        layer_norm_eps=1e-5,
+        use_qkv_bias=False,
+        partial_rotary_factor=0.5,
+        norm_eps=1e-5,
+    )
+
+    factory = build.probe(model, build.plan_caches(model, plans(4)), VOCAB)
+
+    assert not factory.any_packed
+    assert {plan.effective.name for plan in factory.plans} == {"fp16"}
+    assert "needs plain keys and values" in (factory.plans[0].reason or "")
+    assert all(type(cache) is KVCache for cache in factory())
+
+
+def test_boundary_layers_in_full_precision_share_the_class_of_their_neighbours() -> None:
+    """mlx-lm makes one mask for all full layers: they must agree on what it means."""
+    model = tiny("llama")
+    layers = plans(4)
+    layers[0] = LayerPlan(
+        0, LayerKind.FULL, "turbo8v4", parse_scheme("fp16"), sink_tokens=0, tail_tokens=0
+    )
+
+    factory = build.plan_caches(model, layers)
+
+    assert [type(cache) for cache in factory()] == [SequenceCache] * 4
+    assert factory()[0].row.scheme.name == "fp16"
+
+
+def test_a_model_in_full_precision_keeps_mlx_lms_caches() -> None:
+    model = tiny("llama")
+
+    factory = build.plan_caches(model, plans(4, "fp16"))
+
+    assert [type(cache) for cache in factory()] == [KVCache] * 4
+
+
+def test_a_number_of_caches_that_fits_no_plan_falls_back() -> None:
+    model = tiny("llama")
+
+    factory = build.plan_caches(model, plans(3))
+
+    assert not factory.any_packed
+    assert factory.plans[3].reason == "the model makes 4 caches for 3 layers"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "bits"),
+    [("turbo8v4", 8 + 4), ("int8", 16), ("turbo4v4", 8), ("turbo8v3", 11), ("turbo4v3", 7)],
+)
+def test_measured_bytes_per_token_are_those_of_the_scheme(scheme: str, bits: int) -> None:
+    model = tiny("llama")
+
+    cost = build.measure(model, build.plan_caches(model, plans(4, scheme)), VOCAB)
+
+    assert cost.effective == 4 * 2 * (32 * bits + 16 + 16) / 8
+    assert cost.fp16 == 4 * 2 * 32 * 2 * 2
+
+
+def test_full_precision_is_measured_as_the_model_computes() -> None:
+    """Float32 weights keep float32 keys: the figure says so, and the comparison is still with 16 bits."""
+    model = tiny("llama")
+
+    cost = build.measure(model, build.plan_caches(model, plans(4, "fp16")), VOCAB)
+
+    assert (cost.effective, cost.fp16) == (4 * 2 * 32 * 2 * 4, 4 * 2 * 32 * 2 * 2)

@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import copy
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from daemon.cache.row import Row
+from daemon.kernels import attention, codec
+from daemon.policy.schemes import FP16, SCHEMES, Scheme, parse_scheme
+
+HEADS, DIM_K, DIM_V = 2, 32, 64
+PACKED = sorted(set(SCHEMES) - {"fp16"})
+
+
+def tokens(count: int, *, seed: int = 0) -> tuple[mx.array, mx.array]:
+    k, v = mx.random.split(mx.random.key(seed))
+    return mx.random.normal((HEADS, count, DIM_K), key=k), mx.random.normal(
+        (HEADS, count, DIM_V), key=v
+    )
+
+
+def filled(
+    scheme: str, count: int, *, step: int = 17, sinks: int = 4, tail: int = 32, seed: int = 0
+) -> Row:
+    row = Row(parse_scheme(scheme), sink_tokens=sinks, tail_tokens=tail)
+    keys, values = tokens(count, seed=seed)
+    for start in range(0, count, step):
+        row.append(keys[:, start : start + step], values[:, start : start + step])
+    return row
+
+
+def plain_attention(
+    queries: mx.array, keys: mx.array, values: mx.array, *, packed: range, scheme: Scheme
+) -> mx.array:
+    """Softmax attention over reconstructed vectors, written out: the oracle of every backend."""
+    k = with_packed(keys, packed, scheme, "k")
+    v = with_packed(values, packed, scheme, "v")
+    repeat = queries.shape[0] // HEADS
+    scores = queries @ mx.repeat(k, repeat, axis=0).swapaxes(-1, -2) * DIM_K**-0.5
+    length, total = scores.shape[-2:]
+    seen = mx.arange(total - length, total)[:, None] >= mx.arange(total)[None]
+    return mx.softmax(mx.where(seen, scores, -mx.inf), axis=-1) @ mx.repeat(v, repeat, axis=0)
+
+
+def with_packed(x: mx.array, packed: range, scheme: Scheme, side: str) -> mx.array:
+    kind = scheme.k if side == "k" else scheme.v
+    if kind is FP16 or not packed:
+        return x
+    middle = x[:, packed.start : packed.stop]
+    return mx.concatenate(
+        [
+            x[:, : packed.start],
+            codec.reconstruct(*codec.encode(middle, kind, side), kind, side),
+            x[:, packed.stop :],
+        ],
+        axis=1,
+    )
+
+
+@pytest.mark.parametrize("scheme", [*PACKED, "fp16"])
+@pytest.mark.parametrize("count", [1, 3, 31, 32, 33, 69, 100, 200])
+@pytest.mark.parametrize("queries", [1, 5, 16])
+def test_attention_equals_plain_attention_over_reconstructed_vectors(
+    scheme: str, count: int, queries: int
+) -> None:
+    queries = min(queries, count)
+    row = filled(scheme, count)
+    keys, values = tokens(count)
+    stored = row.stored()
+    q = mx.random.normal((6, queries, DIM_K), key=mx.random.key(9))
+
+    got = attention.attend(q, stored, DIM_K**-0.5, None, None)
+
+    packed = range(stored.packed_from, stored.packed_to)
+    expected = plain_attention(q, keys, values, packed=packed, scheme=parse_scheme(scheme))
+    assert mx.allclose(got, expected, atol=2e-4)
+
+
+@pytest.mark.parametrize("scheme", PACKED)
+def test_only_sinks_and_tail_stay_in_full_precision(scheme: str) -> None:
+    row = filled(scheme, 300, step=1)
+
+    stored = row.stored()
+
+    assert (stored.packed_from, stored.packed_to % 32) == (4, 0)
+    # the newest token arrived after the tail was folded to 32 to 63 tokens
+    assert 33 <= stored.length - stored.packed_to <= 64
+
+
+def test_without_sinks_and_tail_everything_but_the_newest_call_is_packed() -> None:
+    row = filled("turbo4v4", 100, step=1, sinks=0, tail=0)
+
+    stored = row.stored()
+
+    assert (stored.packed_from, stored.packed_to) == (0, 99)
+
+
+@given(
+    cuts=st.lists(st.integers(1, 90), min_size=1, max_size=8),
+    sinks=st.sampled_from([0, 1, 4, 40]),
+    tail=st.sampled_from([0, 32, 64]),
+)
+@settings(max_examples=40, deadline=None)
+def test_how_tokens_arrive_does_not_change_what_is_packed(
+    cuts: list[int], sinks: int, tail: int
+) -> None:
+    """Codes of a token depend on that token alone: any chunking packs the same tiles."""
+    count = sum(cuts)
+    keys, values = tokens(count)
+    chunked = Row(parse_scheme("turbo8v3"), sink_tokens=sinks, tail_tokens=tail)
+    start = 0
+    for cut in cuts:
+        chunked.append(keys[:, start : start + cut], values[:, start : start + cut])
+        start += cut
+    whole = Row(parse_scheme("turbo8v3"), sink_tokens=sinks, tail_tokens=tail)
+    whole.append(keys, values)
+    for row in (chunked, whole):
+        row.pack()
+
+    a, b = chunked.stored(), whole.stored()
+
+    assert (a.length, a.packed_from, a.packed_to) == (b.length, b.packed_from, b.packed_to)
+    if a.packed_to:
+        assert mx.array_equal(a.tiles_in_use(), b.tiles_in_use())
+
+
+@given(seed=st.integers(0, 10**6), trims=st.lists(st.integers(0, 70), min_size=1, max_size=5))
+@settings(max_examples=40, deadline=None)
+def test_trim_leaves_a_row_that_goes_on_exactly(seed: int, trims: list[int]) -> None:
+    """After any trims and appends, attention is that of the tokens that are left, whatever of them is packed."""
+    rng = np.random.default_rng(seed)
+    keys, values = tokens(400, seed=seed)
+    row = Row(parse_scheme("turbo8v8"), sink_tokens=4, tail_tokens=32)
+    kept: list[int] = []
+    at = 0
+    for count in trims:
+        grow = int(rng.integers(1, 60))
+        row.append(keys[:, at : at + grow], values[:, at : at + grow])
+        kept += range(at, at + grow)
+        at += grow
+        gone = row.trim(count)
+        assert gone == min(count, len(kept))
+        kept = kept[: len(kept) - gone]
+    row.append(keys[:, at : at + 1], values[:, at : at + 1])
+    kept.append(at)
+    q = mx.random.normal((HEADS, 1, DIM_K), key=mx.random.key(seed))
+
+    got = attention.attend(q, row.stored(), DIM_K**-0.5, None, None)
+
+    index = mx.array(kept)
+    expected = plain_attention(
+        q, keys[:, index], values[:, index], packed=range(0), scheme=parse_scheme("fp16")
+    )
+    assert row.length == len(kept)
+    assert mx.allclose(
+        got, expected, atol=0.03
+    )  # 8-bit vectors: two decimal digits of the output survive
+
+
+def test_trim_of_more_than_there_is_empties_the_row() -> None:
+    row = filled("turbo4v4", 100)
+
+    assert row.trim(1000) == 100
+    assert row.length == 0
+
+    keys, values = tokens(50, seed=5)
+    row.append(keys, values)
+    assert row.stored().length == 50
+
+
+@pytest.mark.parametrize("scheme", ["fp16", "int8", "turbo0v4", "turbo4v4"])
+def test_a_copy_is_independent(scheme: str) -> None:
+    row = filled(scheme, 100)
+    other = copy.deepcopy(row)
+    q = mx.random.normal((HEADS, 1, DIM_K), key=mx.random.key(1))
+    before = attention.attend(q, row.stored(), 1.0, None, None)
+
+    for fork, seed in ((other, 11), (row.copy(), 12)):
+        keys, values = tokens(80, seed=seed)
+        fork.append(keys, values)
+        fork.trim(3)
+    mx.eval(other.arrays)
+
+    assert row.length == 100
+    assert mx.array_equal(attention.attend(q, row.stored(), 1.0, None, None), before)
+
+
+@pytest.mark.parametrize("scheme", PACKED)
+def test_bytes_are_those_of_the_scheme(scheme: str) -> None:
+    """Growth over whole tiles equals bits + one fp16 scale a vector, from the buffers' own sizes."""
+    row = Row(parse_scheme(scheme), sink_tokens=4, tail_tokens=32)
+    used = []
+    for seed in range(2):
+        keys, values = tokens(512, seed=seed)
+        row.append(keys.astype(mx.float16), values.astype(mx.float16))
+        row.pack()
+        used.append(row.used_bytes)
+    mx.eval(row.arrays)
+
+    kind = parse_scheme(scheme)
+    assert used[1] - used[0] == 512 * HEADS * (
+        kind.k.vector_bytes(DIM_K) + kind.v.vector_bytes(DIM_V)
+    )
+    assert row.nbytes >= row.used_bytes
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+def test_output_has_the_queries_dtype(dtype: mx.Dtype) -> None:
+    row = Row(parse_scheme("turbo8v4"), sink_tokens=4, tail_tokens=32)
+    keys, values = tokens(100)
+    row.append(keys.astype(dtype), values.astype(dtype))
+    row.pack()
+    for length in (1, 12):
+        q = mx.random.normal((HEADS, length, DIM_K)).astype(dtype)
+
+        assert attention.attend(q, row.stored(), 1.0, None, None).dtype == dtype
+
+
+def test_learned_sinks_take_their_share_of_the_weights() -> None:
+    row = filled("turbo8v8", 100)
+    q = mx.random.normal((HEADS, 1, DIM_K), key=mx.random.key(2))
+    without = attention.attend(q, row.stored(), 0.0, None, None)
+
+    # with all scores 0, a sink of logit log(100) takes half of all weights
+    with_sinks = attention.attend(
+        q, row.stored(), 0.0, None, mx.full((HEADS,), float(np.log(100.0)))
+    )
+
+    assert mx.allclose(with_sinks, without / 2, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [1, 3, 12])
+def test_a_mask_hides_tokens_wherever_they_are_stored(length: int) -> None:
+    row = filled("turbo4v4", 120)
+    q = mx.random.normal((HEADS, length, DIM_K), key=mx.random.key(4))
+    seen = mx.arange(120)[None] == 50  # one packed token
+    mask = mx.broadcast_to(seen, (length, 120))
+
+    boolean = attention.attend(q, row.stored(), 1.0, mask, None)
+    additive = attention.attend(q, row.stored(), 1.0, mx.where(mask, 0.0, -1e9), None)
+
+    value = codec.reconstruct(
+        *codec.encode(tokens(120)[1][:, 50:51], parse_scheme("turbo4v4").v, "v"),
+        parse_scheme("turbo4v4").v,
+        "v",
+    )
+    assert mx.allclose(boolean, mx.broadcast_to(value, boolean.shape), atol=1e-4)
+    assert mx.allclose(additive, boolean, atol=1e-4)
+
+
+def test_an_empty_row_cannot_be_attended_to() -> None:
+    with pytest.raises(ValueError, match="empty row"):
+        Row(parse_scheme("int8"), sink_tokens=4, tail_tokens=32).stored()

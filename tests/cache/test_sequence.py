@@ -1,0 +1,278 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.generate import BatchGenerator, generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+from daemon.cache.row import Row
+from daemon.cache.sequence import BatchCache, SequenceCache, View
+from daemon.policy.schemes import parse_scheme
+
+SCHEMES = ("fp16", "int8", "turbo0v4", "turbo8v3", "turbo4v4")
+PROMPTS = [[(7 * i + j) % 997 for j in range(n)] for i, n in enumerate((5, 120, 61, 33))]
+
+
+def solo(model: Any, caches: list[Any], prompt: list[int], count: int = 12) -> list[int]:
+    steps = generate_step(
+        mx.array(prompt), model, max_tokens=count, prompt_cache=caches, prefill_step_size=32
+    )
+    return [int(token) for token, _ in steps]
+
+
+def test_greedy_tokens_of_the_fp16_scheme_equal_mlx_lms(tiny_llama: Any, make_caches: Any) -> None:
+    for prompt in PROMPTS:
+        expected = solo(tiny_llama, make_prompt_cache(tiny_llama), prompt)
+
+        assert solo(tiny_llama, make_caches("fp16"), prompt) == expected
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_batch_row_equals_its_solo_run(
+    tiny_llama: Any, make_caches: Any, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two waves of admission, ragged prompts, rows that end at different times."""
+    monkeypatch.setattr(tiny_llama, "make_cache", lambda: make_caches(scheme), raising=False)
+    expected = [
+        solo(tiny_llama, make_caches(scheme), prompt, count)
+        for prompt, count in zip(PROMPTS, (4, 12, 7, 9), strict=True)
+    ]
+    generator = BatchGenerator(
+        tiny_llama, prefill_step_size=32, stream=mx.default_stream(mx.default_device())
+    )
+    got: dict[int, list[int]] = {}
+
+    uids = generator.insert(PROMPTS[:2], max_tokens=[4, 12])
+    for _ in range(4):
+        collect(generator, got)
+    uids += generator.insert(PROMPTS[2:], max_tokens=[7, 9])
+    for _ in range(30):
+        collect(generator, got)
+
+    assert [got[uid] for uid in uids] == expected
+
+
+def collect(generator: Any, got: dict[int, list[int]]) -> None:
+    for response in generator.next()[1]:
+        got.setdefault(response.uid, []).append(response.token)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_finished_row_is_extracted_as_the_same_kind_of_cache(
+    tiny_llama: Any, make_caches: Any, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An inherited merge or extract would silently return mlx-lm's own fp16 cache."""
+    monkeypatch.setattr(tiny_llama, "make_cache", lambda: make_caches(scheme), raising=False)
+    generator = BatchGenerator(
+        tiny_llama, prefill_step_size=32, stream=mx.default_stream(mx.default_device())
+    )
+    generator.insert([PROMPTS[1]], max_tokens=[5])
+    finished = None
+    while finished is None:
+        finished = next((r.prompt_cache for r in generator.next()[1] if r.finish_reason), None)
+
+    assert all(type(cache) is SequenceCache for cache in finished)
+    assert {cache.row.scheme.name for cache in finished} == {scheme}
+    # mlx-lm computes one step ahead: the last token is already in the cache
+    assert finished[0].offset == len(PROMPTS[1]) + 5
+    alone = make_caches(scheme)
+    solo(tiny_llama, alone, PROMPTS[1], 5)
+    assert finished[0].row.stored().packed_to == alone[0].row.stored().packed_to
+
+
+@pytest.mark.parametrize("scheme", ["int8", "turbo4v4"])
+def test_chunked_prefill_with_padding_stores_no_padding(
+    tiny_llama: Any, make_caches: Any, scheme: str
+) -> None:
+    rows = [make_caches(scheme) for _ in PROMPTS]
+    batch = [SequenceCache.merge([row[layer] for row in rows]) for layer in range(len(rows[0]))]
+    longest = max(map(len, PROMPTS))
+    padding = [longest - len(prompt) for prompt in PROMPTS]
+    tokens = mx.array([prompt + [0] * pad for prompt, pad in zip(PROMPTS, padding, strict=True)])
+    for cache in batch:
+        cache.prepare(lengths=[len(prompt) for prompt in PROMPTS], right_padding=padding)
+
+    logits = mx.concatenate(
+        [tiny_llama(tokens[:, start : start + 50], cache=batch) for start in range(0, longest, 50)],
+        axis=1,
+    )
+    for cache in batch:
+        cache.finalize()
+
+    assert batch[0].offset.tolist() == [len(prompt) for prompt in PROMPTS]
+    for index, prompt in enumerate(PROMPTS):
+        alone = make_caches(scheme)
+        expected = mx.concatenate(
+            [
+                tiny_llama(mx.array([prompt[start : start + 50]]), cache=alone)
+                for start in range(0, len(prompt), 50)
+            ],
+            axis=1,
+        )
+        assert mx.allclose(logits[index, : len(prompt)], expected[0], atol=1e-4)
+
+
+@given(
+    operations=st.lists(
+        st.one_of(
+            st.tuples(st.just("decode"), st.integers(1, 40)),
+            st.tuples(st.just("filter"), st.integers(0, 10**6)),
+            st.tuples(st.just("extend"), st.integers(1, 70)),
+            st.tuples(st.just("trim"), st.integers(1, 40)),
+            st.tuples(st.just("copy"), st.just(0)),
+        ),
+        min_size=1,
+        max_size=7,
+    ),
+    scheme=st.sampled_from(["turbo8v4", "turbo0v3", "fp16"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_history_of_a_batch_leaves_each_row_as_if_alone(
+    operations: list[tuple[str, int]], scheme: str
+) -> None:
+    """Rows carry their own tokens through filter, extend, extract, trim and deepcopy."""
+    source = iter(range(10**6))
+    policy = parse_scheme(scheme)
+    batch = BatchCache([])
+    mirror: list[Row] = []
+
+    def grow(cache: BatchCache, rows: list[Row], count: int) -> None:
+        for _ in range(-(-count // 20)):
+            step = min(20, count)
+            keys = mx.random.normal((len(rows), 2, step, 32), key=mx.random.key(next(source)))
+            cache.update_and_fetch(keys, keys)
+            for row, k in zip(rows, keys, strict=True):
+                row.append(k, k)
+
+    for name, number in [("extend", 40), *operations]:
+        if name == "extend":
+            fresh = [Row(policy, sink_tokens=4, tail_tokens=32)]
+            other = SequenceCache.merge([SequenceCache(Row(policy, sink_tokens=4, tail_tokens=32))])
+            grow(other, fresh, number)
+            batch.extend(other)
+            mirror += fresh
+        elif name == "decode" and mirror:
+            grow(batch, mirror, number)
+        elif name == "filter" and len(mirror) > 1:
+            keep = [index for index in range(len(mirror)) if (number >> index) & 1] or [0]
+            batch.filter(keep)
+            mirror = [mirror[index] for index in keep]
+        elif name == "trim":
+            batch.trim(number)
+            for row in mirror:
+                row.trim(number)
+        elif name == "copy":
+            batch = copy.deepcopy(batch)
+
+    for index, row in enumerate(mirror):
+        mine, alone = batch.extract(index).row, row
+        assert mine.length == alone.length
+        assert len(mine.arrays) == len(alone.arrays)
+        assert all(mx.array_equal(a, b) for a, b in zip(mine.arrays, alone.arrays, strict=True))
+
+
+def test_extract_is_not_disturbed_by_what_the_batch_does_next(
+    tiny_llama: Any, make_caches: Any
+) -> None:
+    caches = [make_caches("turbo8v4") for _ in range(2)]
+    batch = [SequenceCache.merge([row[layer] for row in caches]) for layer in range(4)]
+    tiny_llama(mx.array([PROMPTS[1][:80], PROMPTS[1][20:100]]), cache=batch)
+    taken = batch[0].extract(1)
+    before = [mx.array(array) for array in taken.row.arrays]
+
+    for token in range(40):
+        tiny_llama(mx.array([[token], [token]]), cache=batch)
+    batch[0].trim(10)
+
+    assert taken.offset == 80
+    assert all(mx.array_equal(a, b) for a, b in zip(taken.row.arrays, before, strict=True))
+
+
+def test_rows_are_not_padded_to_the_longest() -> None:
+    """A long row beside a short one costs what the two cost alone; mlx-lm's own batch cache pads."""
+    rows = []
+    for count in (2000, 10):
+        row = Row(parse_scheme("turbo4v4"), sink_tokens=4, tail_tokens=32)
+        row.append(mx.zeros((2, count, 64)), mx.zeros((2, count, 64)))
+        rows.append(row)
+
+    assert SequenceCache.merge([SequenceCache(row) for row in rows]).nbytes == sum(
+        row.nbytes for row in rows
+    )
+
+
+def test_caches_have_nothing_that_mlx_lm_would_mistake() -> None:
+    """`bits` selects mlx-lm's own quantized path; a falsy cache loses its mask; MLX objects cannot be deep-copied."""
+    for cache in (
+        SequenceCache(Row(parse_scheme("int8"), sink_tokens=4, tail_tokens=32)),
+        BatchCache([]),
+    ):
+        assert not hasattr(cache, "bits")
+        assert not hasattr(cache, "to_quantized")
+        assert not hasattr(type(cache), "__len__")
+        assert not hasattr(type(cache), "__bool__")
+
+
+def test_views_have_a_shape_and_no_numbers() -> None:
+    cache = SequenceCache(Row(parse_scheme("turbo8v4"), sink_tokens=4, tail_tokens=32))
+
+    keys, values = cache.update_and_fetch(
+        mx.zeros((1, 2, 7, 32), mx.bfloat16), mx.zeros((1, 2, 7, 64), mx.bfloat16)
+    )
+
+    assert isinstance(keys, View)
+    assert (keys.shape, values.shape) == ((1, 2, 7, 32), (1, 2, 7, 64))
+    assert keys.dtype == mx.bfloat16
+    with pytest.raises(TypeError, match="only be attended to"):
+        list(keys)
+    with pytest.raises(AttributeError):
+        keys.astype(mx.float32)  # type: ignore[attr-defined] # what a model that converts keys would do
+
+
+def test_windows_become_masks(tiny_llama: Any) -> None:
+    """A model that asks a full cache for a window gets one, alone and in a batch."""
+    single = SequenceCache(Row(parse_scheme("int8"), sink_tokens=4, tail_tokens=32))
+    single.update_and_fetch(mx.zeros((1, 2, 10, 32)), mx.zeros((1, 2, 10, 32)))
+
+    assert single.make_mask(1) is None
+    assert single.make_mask(3) == "causal"
+    assert single.make_mask(1, window_size=64) is None
+    window = single.make_mask(1, window_size=4)
+    assert isinstance(window, mx.array)
+    assert window.tolist() == [[False] * 7 + [True] * 4]
+    both = SequenceCache.merge(
+        [single, SequenceCache(Row(parse_scheme("int8"), sink_tokens=4, tail_tokens=32))]
+    )
+    mask = both.make_mask(2, return_array=True)
+    assert isinstance(mask, mx.array)
+    assert mask.shape == (2, 1, 2, 12)
+    assert mask[1, 0].tolist() == [[False] * 10 + [True, False], [False] * 10 + [True, True]]
+
+
+def test_batch_masks_are_cut_to_each_row() -> None:
+    """A rectangular mask with left padding gives each row what it would see alone."""
+    rows = []
+    for seed, count in ((1, 50), (2, 20)):
+        row = Row(parse_scheme("int8"), sink_tokens=4, tail_tokens=32)
+        keys = mx.random.normal((2, count, 32), key=mx.random.key(seed))
+        row.append(keys, keys)
+        rows.append(row)
+    batch = SequenceCache.merge([SequenceCache(row.copy()) for row in rows])
+    mask = batch.make_mask(3, return_array=True)
+    new = mx.random.normal((2, 2, 3, 32), key=mx.random.key(3))
+    queries = mx.random.normal((2, 4, 3, 32), key=mx.random.key(4))
+
+    batch.update_and_fetch(new, new)
+    got = batch.attend(queries, 1.0, mask, None)
+
+    for index, row in enumerate(rows):
+        alone = SequenceCache(row)
+        alone.update_and_fetch(new[index : index + 1], new[index : index + 1])
+        assert mx.allclose(
+            got[index], alone.attend(queries[index : index + 1], 1.0, "causal", None)[0], atol=1e-5
+        )

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from daemon.kernels import codebook, codec, rotation
+from daemon.policy.schemes import INT8, TURBO2, TURBO3, TURBO4, Codec
+
+# expected relative error of each codec on Gaussian-like coordinates: the codebook's, plus 13 %, 4 % and 1 % for the
+# unbiased scale (its error is D/(1−D)); int8: uniform steps of absmax/127 with absmax near 3 sigma at 256 values
+ERROR = {TURBO2: 0.13, TURBO3: 0.0346, TURBO4: 0.0093, INT8: 5e-5}
+TURBO = (TURBO2, TURBO3, TURBO4)
+
+
+def vectors(count: int, dim: int, *, seed: int = 0, spread: float = 1.0) -> mx.array:
+    return mx.random.normal((1, count, dim), key=mx.random.key(seed)) * spread
+
+
+@pytest.mark.parametrize("kind", ERROR)
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+def test_reconstruction_error_is_the_codebooks(kind: Codec, dim: int) -> None:
+    x = vectors(512, dim)
+
+    back = codec.reconstruct(*codec.encode(x, kind, "v"), kind, "v")
+
+    assert (mx.sum((back - x) ** 2) / mx.sum(x * x)).item() < ERROR[kind] * 1.1
+
+
+@pytest.mark.parametrize("kind", TURBO)
+def test_inner_product_with_the_stored_vector_is_unbiased(kind: Codec) -> None:
+    """⟨x̂, x⟩ = ‖x‖² for every single vector, up to the rounding of the fp16 scale (2⁻¹¹)."""
+    x = vectors(200, 64, spread=3.0)
+
+    back = codec.reconstruct(*codec.encode(x, kind, "k"), kind, "k")
+
+    assert mx.allclose(
+        mx.sum(back * x, axis=-1) / mx.sum(x * x, axis=-1), mx.ones((1, 200)), atol=2**-11 + 1e-5
+    )
+
+
+@pytest.mark.parametrize("kind", TURBO)
+def test_codes_are_the_nearest_centroids(kind: Codec) -> None:
+    x = vectors(50, 64)
+    z = np.array(rotation.rotate(x, "k"))[0]
+    u = z * 8 / np.linalg.norm(z, axis=-1, keepdims=True)
+    centroids = codebook.centroids(int(kind.bits), 64)
+
+    codes = np.array(codec.encode(x, kind, "k")[0])[0]
+
+    assert np.array_equal(codes, np.abs(u[..., None] - centroids).argmin(-1))
+
+
+@pytest.mark.parametrize("kind", ERROR)
+def test_zero_vectors_stay_zero(kind: Codec) -> None:
+    codes, scales = codec.encode(mx.zeros((2, 3, 64)), kind, "k")
+
+    assert mx.all(scales == 0)
+    assert mx.all(codec.reconstruct(codes, scales, kind, "k") == 0)
+
+
+@pytest.mark.parametrize("kind", ERROR)
+@pytest.mark.parametrize("norm", [1e-3, 1.0, 779.0, 65504.0, 2e5])
+def test_any_length_of_vector_keeps_its_direction(kind: Codec, norm: float) -> None:
+    """Qwen2.5 keys have norms of several hundred; an fp16 square would overflow at 256."""
+    x = vectors(16, 64)
+    x = x / mx.linalg.norm(x, axis=-1, keepdims=True) * norm
+
+    back = codec.reconstruct(*codec.encode(x, kind, "k"), kind, "k")
+
+    assert mx.all(mx.isfinite(back))
+    assert (mx.sum((back - x) ** 2) / mx.sum(x * x)).item() < ERROR[kind] * 1.5
+
+
+@pytest.mark.parametrize("kind", ERROR)
+def test_one_huge_channel_does_not_drown_the_others(kind: Codec) -> None:
+    x = np.random.default_rng(0).standard_normal((1, 64, 64)).astype(np.float32)
+    x[..., 7] *= 300
+
+    back = codec.reconstruct(*codec.encode(mx.array(x), kind, "k"), kind, "k")
+
+    relative = np.square(np.array(back) - x).sum() / np.square(x).sum()
+    assert relative < ERROR[kind] * 2
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+def test_every_float_dtype_encodes(dtype: mx.Dtype) -> None:
+    codes, scales = codec.encode(vectors(4, 64).astype(dtype), TURBO4, "v")
+
+    assert codes.dtype == mx.uint8
+    assert scales.dtype == mx.float16
+
+
+def test_error_falls_with_every_bit() -> None:
+    x = vectors(256, 128)
+
+    errors = []
+    for kind in (TURBO2, TURBO3, TURBO4, INT8):
+        back = codec.reconstruct(*codec.encode(x, kind, "v"), kind, "v")
+        errors.append(mx.sum((back - x) ** 2).item())
+
+    assert errors == sorted(errors, reverse=True)

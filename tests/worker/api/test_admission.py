@@ -1,0 +1,45 @@
+"""More requests than places: some wait, the rest hear when to come back."""
+
+from __future__ import annotations
+
+import asyncio
+
+from daemon.config.wire import Live
+from tests.worker.fake_engine import Script
+from tests.worker.live_app import live_app, until
+
+
+async def test_beyond_the_queue_requests_get_429_with_retry_after() -> None:
+    """B34."""
+    async with live_app(Script(step_s=0.01), max_concurrent=2, queue=3) as app:
+        answers = await asyncio.gather(*(app.chat() for _ in range(20)))
+        refused = [answer for answer in answers if answer.status == 429]
+        assert len(refused) == 20 - 2 - 3
+        for answer in refused:
+            assert 1 <= int(answer.headers["Retry-After"]) <= 30
+            assert (answer.error["type"], answer.error["code"]) == (
+                "rate_limit_error",
+                "queue_full",
+            )
+        assert {answer.status for answer in answers} == {200, 429}
+        assert app.serving.counters.rejected == 15
+
+
+async def test_choices_that_do_not_all_fit_leave_none_behind() -> None:
+    async with live_app(Script(step_s=0.05), max_concurrent=2, queue=2) as app:
+        first = asyncio.ensure_future(app.chat(n=2))
+        await until(lambda: len(app.engine.open) == 2)
+        second = await app.chat(n=3)
+        assert second.status == 429
+        assert len(app.engine.submitted) == 4
+        await first
+        assert not app.engine.open
+
+
+async def test_limits_change_while_running() -> None:
+    async with live_app(max_concurrent=1, queue=0) as app:
+        spec = app.serving.spec
+        server = spec.server.model_copy(update={"max_concurrent": 4, "queue": 7})
+        app.serving.apply(Live(spec_hash="new", server=server, api_key=None))
+        assert (app.engine.max_concurrent, app.engine.queue) == (4, 7)
+        assert (await app.get("/props")).json["total_slots"] == 4
