@@ -85,9 +85,8 @@ def _show_log(name: str, path: Path, lines: int, *, following: bool) -> None:
         raise TqdError(f"there is no log of {name} yet ({path}): {error.strerror}") from error
     with file:
         _write(last_lines(file, lines))
-        if following:
-            for data in follow(path, file):
-                _write(data)
+        for data in follow(path, file) if following else ():
+            _write(data)
 
 
 def _write(data: bytes) -> None:

@@ -8,7 +8,7 @@ older process of the same server, or of the same address, still lives.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from daemon.config.spec import ServerSpec
@@ -183,9 +183,8 @@ class _Turn:
         name = change.name
         if name not in self.fleet.servers:
             self._put(Server(name, change.spec, change.spec_hash, since=self.now))
-            if freed:
-                self.fleet = replace(self.fleet, waits={**self.fleet.waits, name: freed})
-        self.fleet = replace(self.fleet, removed=self.fleet.removed - {name})
+            self.fleet = replace(self.fleet, waits={**self.fleet.waits, name: freed})
+        self._unremove({name})
         if change.desired is Desired.STOPPED:
             self.tell(name, events.Stop())
             self.tell(name, events.Replace(change.spec, change.spec_hash))
@@ -199,16 +198,14 @@ class _Turn:
         servers = self.fleet.servers
         gone = {name for name in self.fleet.removed & servers.keys() if not servers[name].worker}
         if gone:
-            self.fleet = replace(
-                self.fleet,
-                servers={name: it for name, it in servers.items() if name not in gone},
-                removed=self.fleet.removed - gone,
-                waits={
-                    name: freed - gone
-                    for name, freed in self.fleet.waits.items()
-                    if name not in gone and freed - gone
-                },
-            )
+            left = {name: it for name, it in servers.items() if name not in gone}
+            self.fleet = replace(self.fleet, servers=left)
+            self._unremove(gone)
+
+    def _unremove(self, names: Set[str]) -> None:
+        """Count *names* as removed no more: they are gone, or back; nobody waits for them."""
+        waits = {name: left for name, on in self.fleet.waits.items() if (left := on - names)}
+        self.fleet = replace(self.fleet, removed=self.fleet.removed - names, waits=waits)
 
     def launch(self) -> None:
         """Grant a launch to every server whose turn it is."""

@@ -318,6 +318,8 @@ class Configuration:
             warnings=tuple(map(str, prepared.warnings)),
             pending=(),
         )
+        if prepared.warnings:
+            self._log.warning("config.loaded", warnings=list(self.status.warnings))
         self._log.info("plan.applied", steps=[str(step) for step in steps])
         return steps
 

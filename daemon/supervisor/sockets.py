@@ -76,7 +76,7 @@ class Sockets:
                 self._held[address] = _Held(bind(address))
             except AddressTakenError as error:
                 refused[address] = error
-        for address, held in self._held.items():
+        for address, held in list(self._held.items()):  # a reservation may come in meanwhile
             held.away = wanted[address].away if address in wanted else None
             if held.away is None:
                 await _fall_silent(held)

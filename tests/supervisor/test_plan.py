@@ -169,6 +169,15 @@ def test_additions_wait_for_what_removals_free() -> None:
     assert "old" not in world.fleet.servers
 
 
+def test_an_addition_does_not_wait_for_a_removal_that_was_taken_back() -> None:
+    world = World()
+    world.apply(put("old", 1))
+    world.load("old")
+    world.apply(Remove("old"), put("new", 2))
+    world.apply(put("old", 1, 2))
+    assert world.spawned() == ["old", "new"]
+
+
 def test_two_servers_swap_ports_without_sharing_one() -> None:
     world = World()
     world.apply(put("a", 1), put("b", 2), parallel=2)
