@@ -349,7 +349,8 @@ def _back_off(server: Server, cause: Cause, jitter: float, now: float) -> Result
     recent = tuple(at for at in server.restarts if now - at < rules.window)
     if len(recent) >= rules.max:
         often = f"failed {len(recent) + 1} times within {rules.window:.0f} s; the last time: "
-        return _fail(server, replace(cause, message=often + cause.message), now)
+        message = often + cause.message if recent else cause.message
+        return _fail(server, replace(cause, message=message), now)
     first, longest = rules.backoff
     delay = min(first * 2.0 ** min(server.failures, 32), longest) * (1 + JITTER * jitter)
     server = _enter(server, State.BACKOFF, now)

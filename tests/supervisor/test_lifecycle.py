@@ -245,6 +245,15 @@ def test_more_restarts_than_allowed_is_failed_with_exit_code_and_last_lines(
     )
 
 
+def test_no_restarts_allowed_means_failed_at_once() -> None:
+    machine = Machine(replace_restart(max=0)).to(State.LOADING)
+    machine(Exited(1, 1))
+    assert (machine.state, machine.server.cause) == (
+        State.FAILED,
+        Cause("crashed", "exited with 1"),
+    )
+
+
 def test_failures_outside_the_window_do_not_count(machine: Machine) -> None:
     machine(Start(), Grant("n"), Exited(1, 1))
     for launch in range(2, 8):
