@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from daemon.cli.waiting import failure
-from daemon.ops.status import ConfigSection, Document, ServerStatus
+from daemon.ops.document import ConfigSection, Document, ServerStatus
 from daemon.units import format_size
 
 _STYLES = {

@@ -10,9 +10,9 @@ from typing import Literal
 from rich.console import Console
 
 from daemon.errors import InProgressError, TqdError
-from daemon.ops.status import Document, ServerStatus
+from daemon.ops.document import Document, ServerStatus
 from daemon.supervisor.client import Client
-from daemon.supervisor.control import Action
+from daemon.supervisor.messages import Action
 
 POLL_S = 0.2
 
@@ -31,6 +31,9 @@ def wait(client: Client, action: Action, before: Mapping[str, int], timeout_s: f
         while True:
             servers = by_name(client.status())
             outcomes = {name: outcome(action, servers.get(name), before[name]) for name in before}
+            gone = [name for name, it in outcomes.items() if it == "failed" and name not in servers]
+            if gone:
+                raise TqdError(f"{', '.join(gone)} is no longer in servers.yaml")
             failed = [servers[name] for name, it in outcomes.items() if it == "failed"]
             if failed:
                 raise TqdError("\n".join(map(failure, failed)), hint=_hint(failed))
@@ -50,7 +53,7 @@ def wait(client: Client, action: Action, before: Mapping[str, int], timeout_s: f
 def outcome(action: Action, server: ServerStatus | None, launch_before: int) -> Outcome:
     """Return how far *server* is; None is one that is no longer in servers.yaml."""
     if server is None:
-        return "done" if action == "stop" else "waiting"
+        return "done" if action == "stop" else "failed"
     state = server["state"]
     if action == "stop":
         return "done" if state == "stopped" else "waiting"
