@@ -151,8 +151,8 @@ class KvRequested(TypedDict):
     strict: bool
 
 
-class KvLayers(TypedDict):
-    """Adjacent layers that got the same treatment."""
+class LayerGroup(TypedDict):
+    """Adjacent layers that got the same treatment, as the worker's probe found them."""
 
     first: int
     last: int
@@ -162,26 +162,28 @@ class KvLayers(TypedDict):
     reason: str | None
 
 
-class KvEffective(TypedDict):
-    """What the worker built, and what it measured."""
+class Fallback(TypedDict):
+    """Adjacent layers that did not get what was asked for."""
 
-    summary: str
-    modes: dict[str, int]
-    layers: list[KvLayers]
-    warnings: list[str]
-    backend: str
-    bytes_per_token: float
-    bytes_per_token_fp16: float
-    compression: float
-    tokens_live: int | None
-    bytes_live: int | None
+    layers: list[int]
+    mode: str
+    reason: str | None
 
 
 class Kv(TypedDict):
-    """The KV policy as requested and as it is."""
+    """The KV policy as requested, and as the worker built and measured it; null until it has."""
 
     requested: KvRequested
-    effective: KvEffective | None
+    summary: str | None
+    effective_modes: dict[str, int] | None
+    fallbacks: list[Fallback] | None
+    warnings: list[str]
+    backend: str | None
+    bytes_per_token: float | None
+    bytes_per_token_fp16: float | None
+    compression: float | None
+    tokens_live: int | None
+    bytes_live: int | None
 
 
 class ServerStatus(TypedDict):
@@ -218,6 +220,7 @@ class ServerStatus(TypedDict):
     throughput: Throughput | None
     memory: Memory | None
     kv: Kv | None
+    layers: list[LayerGroup] | None
     sampled_at: str | None
 
 

@@ -13,14 +13,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from daemon.config.prepare import PreparedServer
+from daemon.config.wire import KvReport
 from daemon.errors import Problem
 from daemon.ops.document import (
     SCHEMA,
     ConfigSection,
     Document,
     ExitStatus,
+    Fallback,
     Kv,
-    KvEffective,
+    LayerGroup,
     Memory,
     ModelStatus,
     ProblemStatus,
@@ -151,6 +153,7 @@ def server_status(view: View, server: Server) -> ServerStatus:
         "throughput": _throughput(report),
         "memory": _memory(report),
         "kv": _kv(prepared, report),
+        "layers": _layers(report),
         "sampled_at": moment(view.wall(report.sampled_at))
         if report and report.sampled_at is not None
         else None,
@@ -288,6 +291,8 @@ def _kv(prepared: PreparedServer | None, report: Report | None) -> Kv | None:
     if prepared is None:
         return None
     asked = prepared.kv
+    built = report.ready.kv if report and report.ready else None
+    now = report.snapshot if report and built else None
     return {
         "requested": {
             "policy": asked.policy,
@@ -299,35 +304,45 @@ def _kv(prepared: PreparedServer | None, report: Report | None) -> Kv | None:
             "tail_tokens": asked.tail_tokens,
             "strict": asked.strict,
         },
-        "effective": _effective(report),
-    }
-
-
-def _effective(report: Report | None) -> KvEffective | None:
-    if report is None or report.ready is None:
-        return None
-    kv, now = report.ready.kv, report.snapshot
-    return {
-        "summary": kv.summary,
-        "modes": dict(kv.effective),
-        "layers": [
-            {
-                "first": layer.first,
-                "last": layer.last,
-                "kind": layer.kind,
-                "requested": layer.requested,
-                "effective": layer.effective,
-                "reason": layer.reason,
-            }
-            for layer in kv.layers
-        ],
-        "warnings": list(kv.warnings),
-        "backend": kv.backend,
-        "bytes_per_token": kv.bytes_per_token,
-        "bytes_per_token_fp16": kv.bytes_per_token_fp16,
-        "compression": round(kv.bytes_per_token_fp16 / kv.bytes_per_token, 3)
-        if kv.bytes_per_token
-        else 1.0,
+        "summary": built.summary if built else None,
+        "effective_modes": dict(built.effective) if built else None,
+        "fallbacks": _fallbacks(built) if built else None,
+        "warnings": list(built.warnings) if built else [],
+        "backend": built.backend if built else None,
+        "bytes_per_token": built.bytes_per_token if built else None,
+        "bytes_per_token_fp16": built.bytes_per_token_fp16 if built else None,
+        "compression": _compression(built) if built else None,
         "tokens_live": now.kv_tokens if now else None,
         "bytes_live": now.kv_bytes if now else None,
     }
+
+
+def _fallbacks(built: KvReport) -> list[Fallback]:
+    return [
+        {"layers": [layer.first, layer.last], "mode": layer.effective, "reason": layer.reason}
+        for layer in built.layers
+        if layer.effective != layer.requested
+    ]
+
+
+def _compression(built: KvReport) -> float | None:
+    """Return how many times smaller a token is than in a 16-bit cache; None where nothing grows."""
+    if not built.bytes_per_token:
+        return None
+    return round(built.bytes_per_token_fp16 / built.bytes_per_token, 3)
+
+
+def _layers(report: Report | None) -> list[LayerGroup] | None:
+    if report is None or report.ready is None:
+        return None
+    return [
+        {
+            "first": layer.first,
+            "last": layer.last,
+            "kind": layer.kind,
+            "requested": layer.requested,
+            "effective": layer.effective,
+            "reason": layer.reason,
+        }
+        for layer in report.ready.kv.layers
+    ]

@@ -52,10 +52,8 @@ def run(options: Options) -> None:
     """
     instance = Instance(options.state)
     instance.acquire()
-    try:
-        asyncio.run(_Daemon(options, instance).serve())
-    finally:
-        instance.release()
+    # never released by hand: whoever sees the lock free may rely on this process being gone
+    asyncio.run(_Daemon(options, instance).serve())
 
 
 class _Daemon:

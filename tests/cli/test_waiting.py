@@ -80,4 +80,17 @@ def test_the_time_is_up_while_it_still_goes_on() -> None:
 
 def test_a_signal_is_told_as_one() -> None:
     last = {"code": -9, "tail": []}
-    assert failure(server("failed", last_exit=last)).endswith("ended with signal 9:")
+    assert failure(server("failed", last_exit=last)).endswith(
+        "(the last worker ended with signal 9)"
+    )
+
+
+def test_a_workers_json_lines_are_opened_up_and_other_lines_kept() -> None:
+    logged = '{"event": "engine.failed", "level": "error", "timestamp": "now", "code": 70, "exception": "Traceback\\nboom"}'
+    last = {"code": 70, "tail": [logged, "plain", '{"no": "event"}', "7"]}
+
+    lines = failure(server("failed", last_exit=last)).splitlines()[1:]
+
+    assert lines == [
+        "  now error engine.failed code=70", "    Traceback", "    boom", "  plain", '  {"no": "event"}', "  7",
+    ]  # fmt: skip

@@ -38,13 +38,14 @@ def test_requested_and_effective_kv_stand_side_by_side_with_the_reason(view: Vie
     kv = by_name(document(view))["chat"]["kv"]
     assert kv is not None
     assert (kv["requested"]["policy"], kv["requested"]["k"]) == ("balanced", "int8")
-    effective = kv["effective"]
-    assert effective is not None
-    assert effective["layers"][1] == {
+    layers = by_name(document(view))["chat"]["layers"]
+    assert layers is not None
+    assert layers[1] == {
         "first": 3, "last": 3, "kind": "sliding", "requested": "turbo8v4", "effective": "fp16",
         "reason": "a rule",
     }  # fmt: skip
-    assert effective["compression"] == 2.56
+    assert kv["compression"] == 2.56
+    assert kv["fallbacks"] == [{"layers": [3, 3], "mode": "fp16", "reason": "a rule"}]
 
 
 def test_a_failed_server_tells_why_and_how_it_ended(view: View) -> None:
@@ -60,7 +61,8 @@ def test_nothing_is_made_up_about_a_server_that_never_ran(view: View) -> None:
     unknown = ("pid", "model", "requests", "throughput", "memory", "last_exit", "sampled_at")
     assert all(idle[key] is None for key in unknown)  # type: ignore[literal-required]
     assert idle["kv"] is not None
-    assert idle["kv"]["effective"] is None
+    assert idle["kv"]["bytes_per_token"] is None
+    assert idle["layers"] is None
 
 
 def test_what_a_dead_worker_last_said_stays_but_not_beside_a_new_one(view: View) -> None:
