@@ -79,6 +79,6 @@ def _obstacle(wish: Wish, arch: Architecture) -> str:
         case LayerKind.LATENT:
             return "latent attention (MLA) keeps mlx-lm's own cache"
         case LayerKind.SLIDING | LayerKind.CHUNKED:
-            return f"their own window is {wish.layer.window:,} tokens"
+            return f"the window is {wish.layer.window:,} tokens"
         case _:
             return arch.stock_cache or "mlx-lm's own cache is kept"
