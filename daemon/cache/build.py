@@ -99,7 +99,7 @@ def plan_caches(model: Any, plans: Sequence[LayerPlan]) -> CacheFactory:
     return CacheFactory(stock, plan_slots(stock(), plans))
 
 
-def plan_slots(made: Caches, plans: Sequence[LayerPlan]) -> list[Slot]:
+def plan_slots(made: Sequence[Any], plans: Sequence[LayerPlan]) -> list[Slot]:
     """Return what becomes of each of the caches *made* by a model under *plans*, as plan_caches does."""
     repeats, rest = divmod(len(made), max(len(plans), 1))
     if rest:
