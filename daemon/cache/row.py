@@ -125,16 +125,11 @@ class Row:
         """Forget the newest *count* tokens, or all there are; return how many that was.
 
         Raises:
-            ValueError: the tokens that are left would attend to tokens that the budget has dropped.
+            ValueError: the next token would attend to tokens that the budget has dropped.
         """
+        self.check_trim(count)
         count = min(count, self.length)
-        left = self.length - count
-        if self.token_budget and self.dropped > window.dropped_at(left, self.token_budget):
-            raise ValueError(
-                f"cannot trim {count} of {self.length} tokens: a token budget of {self.token_budget}"
-                f" has dropped tokens that the remaining {left} attend to"
-            )
-        self.length = left
+        self.length -= count
         self._packed_to = min(self._packed_to, self._kept)
         for side in (self._k, self._v):
             side.keep(
@@ -143,6 +138,15 @@ class Row:
         if self._packed_to <= self.sink_tokens:
             self._packed_to = 0
         return count
+
+    def check_trim(self, count: int) -> None:
+        """Raise ValueError if `trim(count)` would; a batch asks every row before it trims any."""
+        left = max(0, self.length - count)
+        if self.token_budget and self.dropped > window.dropped_at(left, self.token_budget):
+            raise ValueError(
+                f"cannot trim {count} of {self.length} tokens: the next one would attend to tokens that a"
+                f" token budget of {self.token_budget} has dropped"
+            )
 
     def stored(self) -> Stored:
         """Return what attention reads."""
@@ -158,6 +162,7 @@ class Row:
             k=self._k.raw(),
             v=self._v.raw(),
             n_kv_heads=self._k.n_heads,
+            dropped=self.dropped,
         )
 
     def mask(self, queries: int, mask: mx.array | None) -> mx.array | None:

@@ -84,7 +84,13 @@ class _Cache:
         return not any(row.dropped for row in self.rows)
 
     def trim(self, count: int) -> int:
-        """Forget the newest *count* tokens of each row; return how many that was."""
+        """Forget the newest *count* tokens of each row; return how many that was.
+
+        Raises:
+            ValueError: a row cannot (Row.trim); then no row has changed.
+        """
+        for row in self.rows:
+            row.check_trim(count)
         return max((row.trim(count) for row in self.rows), default=0)
 
 

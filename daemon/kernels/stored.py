@@ -31,6 +31,8 @@ class Stored:
     """Tokens 0 to *length* of one sequence, in order; those from *packed_from* to *packed_to* are in *tiles*.
 
     *tiles* is uint32 (H, capacity, words); token p is in tile p // 32, and slots below *packed_from* are unused.
+    Where a token budget has taken tokens out after the sinks, the tokens after them have closed up: from
+    the sinks on, token p was computed at position p + *dropped*.
     """
 
     layout: TileLayout
@@ -41,6 +43,7 @@ class Stored:
     k: RawSide
     v: RawSide
     n_kv_heads: int
+    dropped: int = 0
 
     def tiles_in_use(self) -> mx.array:
         """Return the tiles that hold tokens, without spare capacity."""
