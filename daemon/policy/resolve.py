@@ -396,7 +396,7 @@ def summarize(plans: Sequence[LayerPlan]) -> str:
     own = [plan for plan in plans if plan.kind is not LayerKind.SHARED]
     quantized = [plan for plan in own if plan.effective != _EXACT]
     budgeted = Counter(plan.token_budget for plan in own if plan.token_budget)
-    lossy = [f"{count} keep {budget:,} tokens" for budget, count in budgeted.items()]
+    lossy = [f"{n} keep{'s' * (n == 1)} {budget:,} tokens" for budget, n in budgeted.items()]
     if not quantized:
         asked = sorted({plan.requested for plan in own} - {_EXACT.name})
         said = f"{', '.join(asked)} was asked for" if asked else ""

@@ -41,7 +41,7 @@ def test_layers_in_full_precision_keep_their_sinks_where_they_have_a_budget(
     policy = resolved(plain("ff"), mode="fp16", layers=rules)
 
     assert [(p.sink_tokens, p.tail_tokens) for p in policy.layers] == [(0, 0), (4, 0)]
-    assert policy.summary == "fp16 on 2 of 2 layers; 1 keep 128 tokens"
+    assert policy.summary == "fp16 on 2 of 2 layers; 1 keeps 128 tokens"
 
 
 def test_a_window_that_is_short_enough_keeps_the_promise_by_itself(

@@ -42,7 +42,7 @@ def test_a_worker_keeps_the_budget_and_says_so(folder: Path) -> None:
     assert [cache.row.dropped for cache in caches] == [0, 128, 0]
     assert [cache.offset for cache in caches] == [300] * 3
     report = loaded.kv_report
-    assert report.summary == "turbo8v4 on 3 of 3 layers; 1 keep 128 tokens"
+    assert report.summary == "turbo8v4 on 3 of 3 layers; 1 keeps 128 tokens"
     assert report.layers[1].reason == "keeps 128 tokens (lossy)"
     assert any("lossy" in warning for warning in report.warnings)
     # two layers of 2 heads of 32 values at 8 + 4 bits and two scales: the third does not grow
