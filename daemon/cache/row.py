@@ -18,6 +18,7 @@ import mlx.core as mx
 
 from daemon.cache import window
 from daemon.kernels import codec, packing
+from daemon.kernels.keys import KeyTransform
 from daemon.kernels.packing import TILE, Packed, TileLayout
 from daemon.kernels.rotation import Side
 from daemon.kernels.stored import RawSide, Stored
@@ -50,8 +51,8 @@ class Row:
     """One sequence of one layer; *length* tokens so far.
 
     Of these, *dropped* tokens after the sinks are gone, in whole tiles, where there is a
-    *token_budget*: the most tokens that any token attends to. *statistics_id* names the key statistics
-    that its tokens are encoded with; None: no statistics.
+    *token_budget*: the most tokens that any token attends to. *keys* is what is taken off keys before
+    they are packed, and *statistics_id* the name of the statistics behind it.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Row:
         sink_tokens: int,
         tail_tokens: int,
         token_budget: int | None = None,
+        keys: KeyTransform | None = None,
         statistics_id: str | None = None,
     ) -> None:
         if token_budget is not None and (
@@ -71,6 +73,7 @@ class Row:
                 f" {sink_tokens} sink tokens, a tail of {tail_tokens} and two tiles"
             )
         self.scheme = scheme
+        self.keys = keys if scheme.k.scaled else None
         self.sink_tokens = sink_tokens
         self.tail_tokens = tail_tokens
         self.token_budget = token_budget
@@ -90,6 +93,7 @@ class Row:
             sink_tokens=self.sink_tokens,
             tail_tokens=self.tail_tokens,
             token_budget=self.token_budget,
+            keys=self.keys,
             statistics_id=self.statistics_id,
         )
 
@@ -163,6 +167,7 @@ class Row:
             v=self._v.raw(),
             n_kv_heads=self._k.n_heads,
             dropped=self.dropped,
+            keys=self.keys,
         )
 
     def mask(self, queries: int, mask: mx.array | None) -> mx.array | None:
@@ -311,8 +316,8 @@ class Row:
             assert self._tiles is not None
             old = packing.unpack(self._tiles[:, first_tile : first_tile + 1], layout)
         fresh = Packed(
-            k=self._encoded(self._k, "k", end - start, old.k if old else None, kept, unused),
-            v=self._encoded(self._v, "v", end - start, old.v if old else None, kept, unused),
+            k=self._encoded(self._k, "k", start, end, old.k if old else None, kept, unused),
+            v=self._encoded(self._v, "v", start, end, old.v if old else None, kept, unused),
         )
         self._store(packing.pack(fresh, layout), first_tile)
         self._packed_to = end
@@ -321,15 +326,19 @@ class Row:
         self,
         side: _Side,
         name: Side,
-        count: int,
+        start: int,
+        end: int,
         old: tuple[mx.array, mx.array] | None,
         kept: int,
         unused: int,
     ) -> tuple[mx.array, mx.array] | None:
-        """Encode the oldest *count* tail tokens of *side* and fill them up to whole tiles."""
+        """Encode the oldest tail tokens of *side*, those at *start* to *end*, and fill them up to whole tiles."""
         if side.codec is FP16:
             return None
-        codes, scales = codec.encode(side.take(count), side.codec, name)
+        vectors = side.take(end - start)
+        if name == "k" and self.keys is not None:
+            vectors = self.keys.centered(vectors, start + self.dropped)
+        codes, scales = codec.encode(vectors, side.codec, name)
         if old is not None:
             codes = mx.concatenate([old[0][:, :kept], codes], axis=1)
             scales = mx.concatenate([old[1][:, :kept], scales], axis=1)

@@ -116,8 +116,11 @@ def _described(cache: Any, place: str, arrays: Arrays) -> CacheFacts:
 
 
 def _describe_row(cache: SequenceCache, place: str, arrays: Arrays) -> tuple[CacheFacts, Arrays]:
-    state = cache.row.export()
-    return row_facts(cache.row, state), state.arrays
+    row = cache.row
+    if row.keys is not None and row.statistics_id is None:
+        raise SnapshotError(f"cache {place} packs its keys by statistics that have no id")
+    state = row.export()
+    return row_facts(row, state), state.arrays
 
 
 def _describe_growing(cache: KVCache, place: str, arrays: Arrays) -> tuple[CacheFacts, Arrays]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from daemon.kernels.keys import KeyTransform
 from daemon.kernels.packing import TILE, TileLayout
 
 
@@ -44,6 +45,13 @@ class Stored:
     v: RawSide
     n_kv_heads: int
     dropped: int = 0
+    keys: KeyTransform | None = None
+    """What was taken off packed keys; keys in full precision are as the model computed them."""
+
+    @property
+    def packed_positions(self) -> tuple[int, int]:
+        """The positions at which the first packed token was computed, and the one after the last."""
+        return self.packed_from + self.dropped, self.packed_to + self.dropped
 
     def tiles_in_use(self) -> mx.array:
         """Return the tiles that hold tokens, without spare capacity."""
