@@ -111,11 +111,17 @@ class _Cache:
         return max((row.length for row in self.rows), default=0)
 
     def is_trimmable(self) -> bool:
-        """Return True: the newest tokens can always be forgotten."""
-        return True
+        """Return whether the newest tokens can be forgotten: always, until a token budget has dropped old ones."""
+        return not any(row.dropped for row in self.rows)
 
     def trim(self, count: int) -> int:
-        """Forget the newest *count* tokens of each row; return how many that was."""
+        """Forget the newest *count* tokens of each row; return how many that was.
+
+        Raises:
+            ValueError: a row cannot (Row.trim); then no row has changed.
+        """
+        for row in self.rows:
+            row.check_trim(count)
         return max((row.trim(count) for row in self.rows), default=0)
 
 
@@ -147,6 +153,7 @@ class SequenceCache(_Cache):
         array = mask if isinstance(mask, mx.array) else None
         if array is not None and array.ndim == 4:
             array = array[0]
+        array = self.row.mask(queries.shape[2], array)
         return attention.attend(queries[0], self.row.stored(), scale, array, sinks)[None]
 
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Mask:
@@ -206,7 +213,7 @@ class BatchCache(_Cache):
                 queries[index, :, :count],
                 row.stored(),
                 scale,
-                self._row_mask(mask, index, count),
+                row.mask(count, self._row_mask(mask, index, count)),
                 sinks,
             )
             outs.append(

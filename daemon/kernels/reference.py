@@ -94,7 +94,7 @@ def _scores(
     keys = stored.keys
     rotated = rotation.rotate(queries if keys is None else keys.scaled(queries), "k")
     middle = (rotated @ codec.decode(codes, kind).swapaxes(-1, -2)) * scales[:, None]
-    bias = None if keys is None else keys.bias(queries, stored.packed_from, stored.packed_to)
+    bias = None if keys is None else keys.bias(queries, *stored.packed_positions)
     if bias is not None:
         middle = middle + bias
     outer = [
@@ -178,7 +178,7 @@ def _restored_keys(
     """Return all keys in the model's own basis: their mean depends on the position and cannot stay in the queries."""
     codes, scales = _in_range(packed, stored)
     centered = codec.reconstruct(codes, scales, stored.layout.k, "k")
-    parts = [stored.k.head, keys.restored(centered, stored.packed_from), stored.k.tail]
+    parts = [stored.k.head, keys.restored(centered, stored.packed_positions[0]), stored.k.tail]
     return mx.concatenate([part for part in parts if part is not None], axis=1)
 
 
