@@ -21,7 +21,7 @@ import mlx.core as mx
 from daemon.kernels import codebook, packing, rotation
 from daemon.kernels.fused import Chain, fused
 from daemon.kernels.rotation import Side
-from daemon.policy.schemes import FP16, INT8, Codec
+from daemon.policy.schemes import INT8, Codec
 
 _FP16_MAX = 65504.0
 _TINY = 1e-30
@@ -30,12 +30,12 @@ _GRID_MIDDLE = 128  # what makes a signed grid number an unsigned one
 
 def rotate(x: mx.array, codec: Codec, side: Side) -> mx.array:
     """Return the vectors *x* in the basis in which *codec* stores them, in float32 unless that is their own."""
-    return x if codec == FP16 or codec.affine else rotation.rotate(x, side)
+    return rotation.rotate(x, side) if codec.rotated else x
 
 
 def unrotate(y: mx.array, codec: Codec, side: Side) -> mx.array:
     """Return the vectors *y* of *codec*'s basis in the model's; the inverse of rotate."""
-    return y if codec == FP16 or codec.affine else rotation.unrotate(y, side)
+    return rotation.unrotate(y, side) if codec.rotated else y
 
 
 def encode(x: mx.array, codec: Codec, side: Side) -> tuple[mx.array, mx.array]:

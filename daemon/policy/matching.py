@@ -31,13 +31,7 @@ def check_tail(tail_tokens: int | None, path: str) -> None:
 
 def check_fold(fold_tokens: int | None, path: str) -> None:
     """Refuse a fold that is not made of whole tiles; raises PolicyError at *path*."""
-    if fold_tokens is not None and fold_tokens % TILE_TOKENS:
-        below = fold_tokens // TILE_TOKENS * TILE_TOKENS
-        raise PolicyError(
-            path,
-            f"{fold_tokens} is not a multiple of {TILE_TOKENS}: tokens are packed in tiles of that many",
-            hint=f"write {below} or {below + TILE_TOKENS}",
-        )
+    _check_tiles(fold_tokens, path, "packed")
 
 
 def check_pair(scheme: Scheme, path: str) -> None:
@@ -49,6 +43,26 @@ def check_pair(scheme: Scheme, path: str) -> None:
             f"{scheme.k.name} keys with {scheme.v.name} values are no scheme:"
             f" {whole.name} is for both or for neither",
             hint=f"write mode: {whole.name}, or a codec that is not affine for keys and for values",
+        )
+
+
+def least_token_budget(sink_tokens: int, tail_tokens: int, fold_tokens: int = TILE_TOKENS) -> int:
+    """Return the smallest token budget that these sinks, a tail at its fullest and one packed tile fit in."""
+    tokens = sink_tokens + tail_tokens + fold_tokens + TILE_TOKENS
+    return -(-tokens // TILE_TOKENS) * TILE_TOKENS
+
+
+def check_token_budget(
+    token_budget: int, path: str, *, sink_tokens: int, tail_tokens: int, fold_tokens: int
+) -> None:
+    """Refuse a token budget that sinks and tail do not fit in; raises PolicyError at *path*."""
+    least = least_token_budget(sink_tokens, tail_tokens, fold_tokens)
+    if token_budget < least:
+        raise PolicyError(
+            path,
+            f"{token_budget} is too little for {sink_tokens} sink tokens, a tail of up to"
+            f" {tail_tokens + fold_tokens - 1} tokens and a tile of {TILE_TOKENS}",
+            hint=f"write {least} or more",
         )
 
 
@@ -64,11 +78,12 @@ def check_rules(rules: Sequence[LayerRule]) -> None:
         check_tail(rule.tail_tokens, f"{path}.tail_tokens")
         check_fold(rule.fold_tokens, f"{path}.fold_tokens")
         check_scheme(rule.mode, rule.k, rule.v, path)
+        _check_tiles(rule.token_budget, f"{path}.token_budget", "dropped")
         if not rule.model_fields_set - {"match"}:
             raise PolicyError(
                 path,
                 "the rule sets nothing",
-                hint="write mode, k, v, sink_tokens, tail_tokens or fold_tokens",
+                hint="write mode, k, v, sink_tokens, tail_tokens, fold_tokens or token_budget",
             )
 
 
@@ -113,6 +128,17 @@ def matching(match: Match, layers: Sequence[Layer], path: str) -> frozenset[int]
     if not wanted or min(wanted) < 0 or max(wanted) >= len(layers):
         raise PolicyError(path, f"no such layers: {_shown(match)}", hint=_inventory(layers))
     return frozenset(wanted)
+
+
+def _check_tiles(tokens: int | None, path: str, done: str) -> None:
+    """Refuse *tokens* that are not whole tiles; tokens are *done* by tiles."""
+    if tokens is not None and tokens % TILE_TOKENS:
+        below = tokens // TILE_TOKENS * TILE_TOKENS
+        raise PolicyError(
+            path,
+            f"{tokens} is not a multiple of {TILE_TOKENS}: tokens are {done} by tiles of {TILE_TOKENS}",
+            hint=f"write {below} or {below + TILE_TOKENS}",
+        )
 
 
 def _check_match(match: Match, path: str) -> None:

@@ -27,6 +27,11 @@ class Codec:
     scaled: bool = True
     affine: bool = False
 
+    @property
+    def rotated(self) -> bool:
+        """Whether vectors are rotated before they are stored; keys then lose their mean before that, too."""
+        return self.scaled and not self.affine
+
     def fits(self, head_dim: int) -> bool:
         """Return whether vectors of *head_dim* values can be stored: whole groups, whole pairs of 3.5 bits."""
         if self.affine:

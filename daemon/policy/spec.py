@@ -41,8 +41,9 @@ class LayerRule(FrozenModel):
     fold_tokens: Annotated[int, Field(ge=32, le=65536)] | None = Field(
         None, description="Tokens that leave the tail together; a multiple of 32."
     )
-    token_budget: int | None = later(
-        None, "Keep the sinks and the newest tokens of this layer, drop the middle (lossy)."
+    token_budget: Annotated[int, Field(ge=32)] | None = Field(
+        None,
+        description="Keep the sinks and the newest tokens of this layer, this many in all, drop the middle (lossy); a multiple of 32.",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from daemon.policy.architecture import Architecture, Layer, LayerKind
-from daemon.policy.matching import check_pair, matching
+from daemon.policy.matching import check_pair, check_token_budget, matching
 from daemon.policy.schemes import Scheme, Window, parse_codec, parse_scheme, window_of
 from daemon.policy.spec import KvRequest, LayerRule
 
@@ -27,6 +27,7 @@ class Wish:
     sink_tokens: int
     tail_tokens: int
     fold_tokens: int
+    token_budget: int | None = None
 
 
 def wishes(request: KvRequest, arch: Architecture) -> tuple[list[Wish], list[str]]:
@@ -34,7 +35,7 @@ def wishes(request: KvRequest, arch: Architecture) -> tuple[list[Wish], list[str
 
     Raises:
         PolicyError: a rule matches no layer, or one that the model does not have, or makes a pair of
-            codecs that is no scheme.
+            codecs that is no scheme, or its token budget has no room for the layer's sinks and tail.
     """
     base = Scheme(parse_codec(request.k, "k"), parse_codec(request.v, "v"))
     asked = [
@@ -50,6 +51,7 @@ def wishes(request: KvRequest, arch: Architecture) -> tuple[list[Wish], list[str
         for layer in arch.layers
     ]
     warnings = []
+    budget_rules: dict[int, int] = {}
     for i, rule in enumerate(request.layers):
         matched = matching(rule.match, arch.layers, f"layers.{i}.match")
         if all(arch.layers[index].kind in NO_CACHE for index in matched):
@@ -57,6 +59,17 @@ def wishes(request: KvRequest, arch: Architecture) -> tuple[list[Wish], list[str
         asked = [_ruled(wish, rule) if wish.layer.index in matched else wish for wish in asked]
         for wish in asked:
             check_pair(wish.scheme, f"layers.{i}")
+        if rule.token_budget is not None:
+            budget_rules |= dict.fromkeys(matched, i)
+    for wish in asked:
+        if wish.token_budget is not None:
+            check_token_budget(
+                wish.token_budget,
+                f"layers.{budget_rules[wish.layer.index]}.token_budget",
+                sink_tokens=wish.sink_tokens,
+                tail_tokens=wish.tail_tokens,
+                fold_tokens=wish.fold_tokens,
+            )
     return asked, warnings
 
 
@@ -77,4 +90,5 @@ def _ruled(wish: Wish, rule: LayerRule) -> Wish:
         sink_tokens=wish.sink_tokens if rule.sink_tokens is None else rule.sink_tokens,
         tail_tokens=window.tail_tokens if rule.tail_tokens is None else rule.tail_tokens,
         fold_tokens=window.fold_tokens if rule.fold_tokens is None else rule.fold_tokens,
+        token_budget=wish.token_budget if rule.token_budget is None else rule.token_budget,
     )

@@ -209,9 +209,12 @@ def test_measured_bytes_per_token_are_those_of_the_scheme(scheme: str, bits: int
     assert cost.fp16 == 4 * 2 * 32 * 2 * 2
 
 
-@pytest.mark.parametrize("window", [(4, 32, 32), (600, 0, 32), (700, 256, 128), (0, 32, 96)])
-def test_measured_bytes_do_not_depend_on_sinks_tail_and_fold(window: tuple[int, int, int]) -> None:
-    sinks, tail, fold = window
+@pytest.mark.parametrize(
+    ("sinks", "tail", "fold"), [(4, 32, 32), (600, 0, 32), (700, 256, 128), (0, 32, 96)]
+)
+def test_measured_bytes_do_not_depend_on_sinks_tail_and_fold(
+    sinks: int, tail: int, fold: int
+) -> None:
     layers = [
         replace(plan, sink_tokens=sinks, tail_tokens=tail, fold_tokens=fold) for plan in plans(4)
     ]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from daemon.cache.row import Row
 from daemon.kernels import attention, codec
+from daemon.kernels.keys import KeyTransform
 from daemon.policy.schemes import FP16, SCHEMES, Scheme, parse_scheme
 
 HEADS, DIM_K, DIM_V = 2, 32, 64
@@ -107,6 +108,17 @@ def test_a_fold_of_several_tiles_leaves_the_tail_at_once(step: int) -> None:
     assert all(end % 128 == 0 for end in seen)
     assert max(seen) == 640
     assert row.copy().fresh().fold_tokens == 128
+
+
+@pytest.mark.parametrize(
+    ("scheme", "taken"), [("int8", True), ("turbo5v4", True), ("turbo0v4", False), ("affine8", False)]
+)
+def test_only_rotated_keys_lose_their_mean(scheme: str, taken: bool) -> None:
+    """affine8 and affine4 are what everyone knows under that name: nothing is done to keys before."""
+    transform = KeyTransform(mx.ones((HEADS, DIM_K)), None, None)
+    row = Row(parse_scheme(scheme), sink_tokens=4, tail_tokens=32, keys=transform)
+
+    assert (row.keys is transform) is taken
 
 
 def test_how_many_tokens_fold_together_does_not_change_their_codes() -> None:
