@@ -75,6 +75,11 @@ class CacheFactory:
         """Whether one of the caches is ours."""
         return any(slot.packed for slot in self.slots)
 
+    @property
+    def any_scaled_keys(self) -> bool:
+        """Whether the keys of some layer get packed."""
+        return any(slot.packed and slot.plan.effective.k.scaled for slot in self.slots)
+
     def fall_back(self, reason: str) -> CacheFactory:
         """Return a factory of mlx-lm's own caches only; every packed slot carries *reason*."""
         slots = [

@@ -13,7 +13,7 @@ Both are exact reparametrizations: they change what is packed, not what is meant
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,10 +118,11 @@ def calibrate(
     factory: CacheFactory,
     runs: Sequence[Sequence[int]],
     progress: Callable[[float], None] = lambda _: None,
-) -> list[KeyStatistics | None]:
-    """Return the statistics of every slot of *factory* whose keys get packed, None for the others.
+) -> dict[int, KeyStatistics]:
+    """Return the statistics of every slot of *factory* that is ours, by its index.
 
-    *runs* are token sequences, each run by itself.
+    *runs* are token sequences, each run by itself. *progress* gets the share that is done, and may
+    raise to end it.
 
     Raises:
         ValueError: the runs are too short to say anything.
@@ -130,8 +131,7 @@ def calibrate(
         raise ValueError(
             f"calibration needs at least {RUN_TOKENS // 4 + SKIP_QUERIES} tokens of text"
         )
-    wanted = [slot.packed and slot.plan.effective.k.scaled for slot in factory.slots]
-    totals = [_Totals() for _ in factory.slots]
+    totals = {index: _Totals() for index, slot in enumerate(factory.slots) if slot.packed}
     all_tokens = sum(map(len, runs))
     done = 0
     with _watched_ropes(model) as calls:
@@ -147,12 +147,73 @@ def calibrate(
                 mx.clear_cache()
                 done += len(chunk)
                 progress(done / all_tokens)
-            for total, recorder, want in zip(totals, caches, wanted, strict=True):
-                if want:
-                    _add(total, recorder)
-    return [
-        _statistics(total) if want else None for total, want in zip(totals, wanted, strict=True)
-    ]
+            for index, total in totals.items():
+                _add(total, caches[index])
+    return {index: _statistics(total) for index, total in totals.items()}
+
+
+def attach(
+    model: Any, factory: CacheFactory, statistics: Mapping[int, KeyStatistics]
+) -> dict[int, KeyTransform]:
+    """Return what each slot takes off its keys: *statistics* joined with the layers' own rotary modules.
+
+    A mean whose rotary module is not found is left out; its scale is kept.
+    """
+    ropes = _ropes(model, factory)
+    known: dict[bytes, Rotary] = {}
+    transforms = {}
+    for index, entry in statistics.items():
+        mean, rotary = entry.mean, None
+        if mean is not None:
+            try:
+                rotary = Rotary(ropes[index], mean.shape[-1])
+                rotary = known.setdefault(rotary.signature, rotary)  # layers alike share one table
+            except (KeyError, RotaryError):
+                mean = None
+        transforms[index] = KeyTransform(entry.scale, mean, rotary)
+    return transforms
+
+
+def checkpoint_means(
+    model: Any, factory: CacheFactory, head_dims: Mapping[int, int]
+) -> dict[int, KeyStatistics]:
+    """Return the key biases of the checkpoint as means, for models of Qwen2's kind: no measurement needed.
+
+    A projection's bias is the keys' mean as far as the weights alone can tell; a norm after it would
+    make that untrue, so such layers are left out. *head_dims* gives the key head_dim of each layer.
+    """
+    found = {}
+    for index, slot in enumerate(factory.slots):
+        if not slot.packed or slot.plan.index >= len(model.layers):
+            continue
+        modules = dict(model.layers[slot.plan.index].named_modules())
+        names = {name.rsplit(".", 1)[-1] for name in modules}
+        projection = next(
+            (module for name, module in modules.items() if name.endswith("k_proj")), None
+        )
+        if projection is None or "bias" not in projection or names & {"k_norm", "k_layernorm"}:
+            continue
+        head_dim = head_dims.get(slot.plan.index, 0)
+        bias = projection["bias"].astype(mx.float32)
+        if head_dim and bias.size % head_dim == 0:
+            mean = bias.reshape(-1, head_dim)
+            found[index] = KeyStatistics(mx.ones_like(mean), mean)
+    return found
+
+
+def _ropes(model: Any, factory: CacheFactory) -> dict[int, Any]:
+    """Return the rotary module whose output is the keys of each slot of ours, found by running a few tokens."""
+    with _watched_ropes(model) as calls:
+        caches = [
+            _Recorder(calls) if slot.packed else stock
+            for slot, stock in zip(factory.slots, factory.stock(), strict=True)
+        ]
+        model(mx.array([[1, 2, 3]]), cache=caches)
+    return {
+        index: cache.rope
+        for index, cache in enumerate(caches)
+        if isinstance(cache, _Recorder) and cache.rope is not None
+    }
 
 
 @contextmanager
