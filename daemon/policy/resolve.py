@@ -96,6 +96,7 @@ def request(kv: KvSpec, policies: Mapping[str, NamedPolicy]) -> KvRequest:
         tail_tokens=window.tail_tokens,
         fold_tokens=window.fold_tokens,
         strict=_or(kv.strict, policy.strict),
+        calibration=_or(kv.calibration, "auto"),
         layers=_or(kv.layers, policy.layers),
         warnings=tuple(warnings),
     )

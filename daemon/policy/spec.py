@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class FrozenModel(BaseModel):
@@ -21,6 +21,24 @@ def later(default: Any, description: str, **kwargs: Any) -> Any:
 
 
 Match = str | list[int]
+
+
+class CalibrationSource(FrozenModel):
+    """What to calibrate on instead of the text that Python brings along: one of the two."""
+
+    text: str | None = Field(
+        None, description="Path of a UTF-8 text; a few thousand words are enough."
+    )
+    profile: str | None = Field(None, description="Path of a calibration profile of this model.")
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> CalibrationSource:
+        if (self.text is None) == (self.profile is None):
+            raise ValueError("write either text or profile")
+        return self
+
+
+Calibration = Literal["auto", "none"] | CalibrationSource
 
 
 class LayerRule(FrozenModel):
@@ -85,9 +103,9 @@ class KvSpec(FrozenModel):
     fold_tokens: Annotated[int, Field(ge=32, le=65536)] | None = Field(
         None, description="Tokens that leave the tail together; a multiple of 32."
     )
-    calibration: Literal["auto", "none"] | dict[str, str] | None = later(
+    calibration: Calibration | None = Field(
         None,
-        "auto | none | {text: path} | {profile: path}; key statistics measured once per model.",
+        description="auto | none | {text: path} | {profile: path}; statistics of the keys, measured once per model.",
     )
     budget: str | int = later("auto", "Bytes for all live KV of this server | auto | none.")
     compress: Literal["chunk", "first_decode"] | None = Field(
@@ -142,5 +160,6 @@ class KvRequest(FrozenModel):
     tail_tokens: int
     fold_tokens: int = 32
     strict: bool
+    calibration: Calibration = "auto"
     layers: tuple[LayerRule, ...] = Field((), strict=False)
     warnings: tuple[str, ...] = Field((), strict=False)

@@ -111,7 +111,8 @@ def test_a_fold_of_several_tiles_leaves_the_tail_at_once(step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "taken"), [("int8", True), ("turbo5v4", True), ("turbo0v4", False), ("affine8", False)]
+    ("scheme", "taken"),
+    [("int8", True), ("turbo5v4", True), ("turbo0v4", False), ("affine8", False)],
 )
 def test_only_rotated_keys_lose_their_mean(scheme: str, taken: bool) -> None:
     """affine8 and affine4 are what everyone knows under that name: nothing is done to keys before."""
