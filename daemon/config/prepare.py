@@ -100,6 +100,7 @@ class Prepared:
     warnings: tuple[Problem, ...]
     content_hash: str
     memory_bytes: int
+    allowlist: tuple[AllowEntry, ...]
     daemon_source: Source = field(repr=False)
 
 
@@ -131,6 +132,7 @@ def prepare(loaded: Loaded, *, state: StateDir, memory: int | None = None) -> Pr
         warnings=loaded.warnings,
         content_hash=loaded.content_hash,
         memory_bytes=total,
+        allowlist=allowlist,
         daemon_source=loaded.daemon_source,
     )
 

@@ -26,6 +26,8 @@ def objection(measured: Measured, gate: Gate) -> str | None:
         for name, value, most in checks
         if not value <= most
     ]
+    if measured.positions < gate.positions:
+        over.append(f"{measured.positions} positions scored, at least {gate.positions}")
     return "; ".join(over) or None
 
 

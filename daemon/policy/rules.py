@@ -248,6 +248,7 @@ class Gate(RuleModel):
 
     kld: float = Field(gt=0, description="On natural text.")
     copy_kld: float = Field(gt=0, description="On the copy test.")
+    positions: int = Field(gt=0, description="The fewest that must be scored on each.")
     source: str = Field(min_length=1, description="Where the numbers come from.")
 
 

@@ -62,9 +62,12 @@ def load_policies(user_folder: Path | None = None) -> PolicySet:
 def load_allowlist(local: Path | None = None) -> tuple[AllowEntry, ...]:
     """Return the shipped allow-list and the entries of *local*, which need not exist."""
     entries = load(shipped("policies") / "allowlist.yaml", Allowlist).entries
-    if local is not None and local.exists():
-        entries += load(local, Allowlist).entries
-    return entries
+    return entries if local is None else entries + load_entries(local)
+
+
+def load_entries(local: Path) -> tuple[AllowEntry, ...]:
+    """Return the entries of *local*, which need not exist."""
+    return load(local, Allowlist).entries if local.exists() else ()
 
 
 def load_gate() -> Gate:

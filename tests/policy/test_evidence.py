@@ -9,7 +9,7 @@ from daemon.policy.resolve import allowance
 from daemon.policy.rules import AllowEntry, Gate, Measured
 from daemon.policy.store import load_allowlist, load_gate
 
-GATE = Gate(kld=0.02, copy_kld=0.05, source="a test")
+GATE = Gate(kld=0.02, copy_kld=0.05, positions=512, source="a test")
 
 
 def measured(policy: str = "turbo4v4", kld: float = 0.002, copy_kld: float = 0.01) -> Measured:
@@ -25,6 +25,11 @@ def test_only_what_is_within_both_limits_passes() -> None:
         evidence.objection(measured(kld=0.021), GATE) == "0.0210 nats on natural text, at most 0.02"
     )
     assert "copy test" in str(evidence.objection(measured(copy_kld=0.06), GATE))
+
+
+def test_a_few_positions_are_no_evidence() -> None:
+    few = measured().model_copy(update={"positions": 128})
+    assert evidence.objection(few, GATE) == "128 positions scored, at least 512"
 
 
 def test_a_divergence_that_is_no_number_never_passes() -> None:
