@@ -1,9 +1,10 @@
 """How far a quantized KV cache moves a model's next-token distribution, at decode time.
 
 Protocol: each window of text is prefilled exactly once with mlx-lm's own caches; copies of them are then
-packed, and the following tokens are decoded one by one with the true text as input (teacher forcing).
-Every attended key and value, the decoded tokens' own included, is what the scheme stores. The
-divergence at a position is KL(reference ‖ quantized) over the full vocabulary, in nats; the reference
+packed, and the following tokens are decoded with the true text as input (teacher forcing). Every attended
+key and value, the decoded tokens' own included, is what the scheme stores for it at that moment. Up to
+8 tokens are decoded at once where that gives the same as one by one: tokens enter a tile 32 at a time, so
+within an eighth of a tile nothing is packed. The divergence at a position is KL(reference ‖ quantized) over the full vocabulary, in nats; the reference
 decodes the same tokens over mlx-lm's own caches. Layers that a policy does not pack (sliding windows,
 recurrent states) keep mlx-lm's own in both.
 """
@@ -25,6 +26,7 @@ from daemon.cache.sequence import SequenceCache
 from daemon.measure.texts import Passage
 
 PREFILL_CHUNK = 512
+BLOCK = 8  # tokens decoded at once; divides a tile, and is what decode attention takes at most
 
 Floats = npt.NDArray[np.float32]
 PerPosition = npt.NDArray[np.float64]
@@ -37,6 +39,7 @@ class Window:
     """A prefilled window: mlx-lm's own caches of its prompt, and the tokens to score."""
 
     caches: tuple[Any, ...]
+    offset: int  # tokens in the caches
     tokens: tuple[int, ...]  # the last prompt token, then the text to be predicted
 
 
@@ -78,8 +81,8 @@ def exact(_: int) -> None:
 
 def prefill(model: Any, passage: Passage) -> Window:
     """Read the prompt of *passage*, less its last token, exactly."""
-    caches = prefill_all(model, passage.tokens[: passage.prompt - 1])
-    return Window(caches, passage.tokens[passage.prompt - 1 :])
+    offset = passage.prompt - 1
+    return Window(prefill_all(model, passage.tokens[:offset]), offset, passage.tokens[offset:])
 
 
 def prefill_all(model: Any, tokens: Sequence[int]) -> tuple[Any, ...]:
@@ -117,14 +120,17 @@ def decode(model: Any, windows: Sequence[Window], make_row: MakeRow) -> Floats:
         log-probabilities, float32 of shape (windows, scored tokens, vocab).
     """
     rows = [converted(window.caches, make_row) for window in windows]
+    # without a tail a token is packed as soon as the next one comes
+    packed = [row for layer in rows[0] for row in getattr(layer, "rows", ())]
+    block = BLOCK if all(row.tail_tokens for row in packed) else 1
     if len(rows) == 1 or not all(map(_mergeable, rows[0])):
         parts = [
-            _decode(model, [window.tokens], caches)
+            _decode(model, [window], caches, block)
             for window, caches in zip(windows, rows, strict=True)
         ]
         return np.concatenate(parts)
     batch = [type(layer[0]).merge(list(layer)) for layer in zip(*rows, strict=True)]
-    return _decode(model, [window.tokens for window in windows], batch)
+    return _decode(model, windows, batch, block)
 
 
 def _mergeable(cache: Any) -> bool:
@@ -133,15 +139,18 @@ def _mergeable(cache: Any) -> bool:
     return hasattr(cache, "merge")
 
 
-def _decode(model: Any, tokens: Sequence[Sequence[int]], caches: list[Any]) -> Floats:
-    inputs = mx.array([list(row) for row in tokens])
-    steps = []
-    for position in range(inputs.shape[1] - 1):
-        logits = model(inputs[:, position : position + 1], cache=caches)[:, -1].astype(mx.float32)
+def _decode(model: Any, windows: Sequence[Window], caches: list[Any], block: int) -> Floats:
+    inputs = mx.array([list(window.tokens) for window in windows])
+    end = inputs.shape[1] - 1
+    parts, start = [], 0
+    while start < end:
+        stop = min(end, start + block - (windows[0].offset + start) % block)
+        logits = model(inputs[:, start:stop], cache=caches).astype(mx.float32)
         logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         mx.eval(logprobs)
-        steps.append(np.array(logprobs))
-    return np.stack(steps, axis=1)
+        parts.append(np.array(logprobs))
+        start = stop
+    return np.concatenate(parts, axis=1)
 
 
 def compare(reference: Floats, quantized: Floats, targets: Sequence[Sequence[int]]) -> Scores:
