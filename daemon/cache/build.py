@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from daemon.cache.row import Row
-from daemon.cache.sequence import SequenceCache
+from daemon.cache.sequence import BatchCache, SequenceCache
 from daemon.policy.resolve import LayerPlan
 from daemon.policy.schemes import REFERENCE_BITS, SCHEMES, Scheme
 
@@ -36,6 +36,15 @@ class Slot:
     plan: LayerPlan
     packed: bool
 
+    def row(self, scheme: Scheme | None = None) -> Row:
+        """Return an empty row under the plan, or with *scheme* and every token instead."""
+        return Row(
+            scheme or self.plan.effective,
+            sink_tokens=self.plan.sink_tokens,
+            tail_tokens=self.plan.tail_tokens,
+            token_budget=None if scheme else self.plan.token_budget,
+        )
+
 
 class CacheFactory:
     """Makes the caches of a new sequence; installed as the model's `make_cache`."""
@@ -46,7 +55,7 @@ class CacheFactory:
 
     def __call__(self) -> Caches:
         """Return one cache for each slot, empty."""
-        return self._make(lambda slot: slot.plan.effective)
+        return self._make(Slot.row)
 
     def stock(self) -> Caches:
         """Return mlx-lm's own caches."""
@@ -54,7 +63,7 @@ class CacheFactory:
 
     def unpacked(self) -> Caches:
         """Return our caches with every layer in full precision: what the probe compares with mlx-lm's own."""
-        return self._make(lambda _: SCHEMES["fp16"])
+        return self._make(lambda slot: slot.row(SCHEMES["fp16"]))
 
     @property
     def plans(self) -> tuple[LayerPlan, ...]:
@@ -66,27 +75,22 @@ class CacheFactory:
         """Whether one of the caches is ours."""
         return any(slot.packed for slot in self.slots)
 
+    @property
+    def any_scaled_keys(self) -> bool:
+        """Whether the keys of some layer get packed."""
+        return any(slot.packed and slot.plan.effective.k.scaled for slot in self.slots)
+
     def fall_back(self, reason: str) -> CacheFactory:
         """Return a factory of mlx-lm's own caches only; every packed slot carries *reason*."""
         slots = [
-            Slot(replace(slot.plan, effective=SCHEMES["fp16"], reason=reason), packed=False)
-            if slot.packed
-            else slot
+            Slot(_unpacked(slot.plan, reason), packed=False) if slot.packed else slot
             for slot in self.slots
         ]
         return CacheFactory(self._stock, slots)
 
-    def _make(self, scheme_of: Callable[[Slot], Scheme]) -> Caches:
+    def _make(self, row_of: Callable[[Slot], Row]) -> Caches:
         return [
-            SequenceCache(
-                Row(
-                    scheme_of(slot),
-                    sink_tokens=slot.plan.sink_tokens,
-                    tail_tokens=slot.plan.tail_tokens,
-                )
-            )
-            if slot.packed
-            else stock
+            SequenceCache(row_of(slot)) if slot.packed else stock
             for slot, stock in zip(self.slots, self._stock(), strict=True)
         ]
 
@@ -97,17 +101,18 @@ def plan_caches(model: Any, plans: Sequence[LayerPlan]) -> CacheFactory:
     A model that uses its layers several times (loops) has a multiple of that number of caches, in order.
     """
     stock = getattr(model, "make_cache", None) or (lambda: [KVCache() for _ in model.layers])
-    made = stock()
+    return CacheFactory(stock, plan_slots(stock(), plans))
+
+
+def plan_slots(made: Sequence[Any], plans: Sequence[LayerPlan]) -> list[Slot]:
+    """Return what becomes of each of the caches *made* by a model under *plans*, as plan_caches does."""
     repeats, rest = divmod(len(made), max(len(plans), 1))
     if rest:
         reason = f"the model makes {len(made)} caches for {len(plans)} layers"
-        return CacheFactory(
-            stock,
-            [Slot(_unpacked(_filler(plans, i), reason), packed=False) for i in range(len(made))],
-        )
+        return [Slot(_unpacked(_filler(plans, i), reason), packed=False) for i in range(len(made))]
     slots = []
     for plan, cache in zip(list(plans) * repeats, made, strict=True):
-        wanted = plan.effective != SCHEMES["fp16"]
+        wanted = plan.effective != SCHEMES["fp16"] or plan.token_budget is not None
         if wanted and type(cache) is not KVCache:
             slots.append(
                 Slot(
@@ -125,7 +130,7 @@ def plan_caches(model: Any, plans: Sequence[LayerPlan]) -> CacheFactory:
             )
             for slot, cache in zip(slots, made, strict=True)
         ]
-    return CacheFactory(stock, slots)
+    return slots
 
 
 def _filler(plans: Sequence[LayerPlan], index: int) -> LayerPlan:
@@ -133,9 +138,41 @@ def _filler(plans: Sequence[LayerPlan], index: int) -> LayerPlan:
 
 
 def _unpacked(plan: LayerPlan, reason: str) -> LayerPlan:
-    if plan.effective == SCHEMES["fp16"]:
+    if plan.effective == SCHEMES["fp16"] and plan.token_budget is None:
         return plan
-    return replace(plan, effective=SCHEMES["fp16"], reason=reason)
+    return replace(plan, effective=SCHEMES["fp16"], token_budget=None, reason=reason)
+
+
+def convert(caches: Sequence[Any], row_of: Callable[[int], Row | None]) -> Caches:
+    """Return *caches* with plain growing ones packed; the given ones are left as they are.
+
+    Args:
+        caches: mlx-lm's own caches of one model, empty or filled.
+        row_of: gives an empty row for the cache at an index; None keeps that cache.
+
+    Returns:
+        a SequenceCache for each cache that becomes a row, or a BatchCache where it holds several sequences.
+
+    Raises:
+        ValueError: there is a row for a cache that is no plain KVCache.
+    """
+    return [
+        cache if (row := row_of(index)) is None else _converted(cache, row, index)
+        for index, cache in enumerate(caches)
+    ]
+
+
+def _converted(cache: Any, row: Row, index: int) -> SequenceCache | BatchCache:
+    if type(cache) is not KVCache:
+        raise ValueError(f"cache {index} is a {type(cache).__name__}; only a KVCache can be packed")
+    if cache.empty():
+        return SequenceCache(row)
+    keys, values = cache.keys_and_values()
+    rows = [row.fresh() for _ in range(keys.shape[0])]
+    for each, k, v in zip(rows, keys, values, strict=True):
+        each.append(k, v)
+        each.pack()
+    return SequenceCache(rows[0]) if len(rows) == 1 else BatchCache(rows)
 
 
 def probe(model: Any, factory: CacheFactory, vocab_size: int) -> CacheFactory:
@@ -181,7 +218,7 @@ def _two_passes(model: Any, caches: Caches, prefill: int, vocab_size: int) -> mx
 
 @dataclass(frozen=True, slots=True)
 class BytesPerToken:
-    """Bytes that one more token costs once it is packed, over all growing layers."""
+    """Bytes that one more token costs once it is packed, over all layers that keep every token."""
 
     effective: float
     fp16: float
@@ -193,7 +230,7 @@ def measure(model: Any, factory: CacheFactory, vocab_size: int) -> BytesPerToken
     model(mx.zeros((1, PROBE_TOKENS), dtype=mx.int32) % vocab_size, cache=caches)
     effective = fp16 = 0.0
     for cache in caches:
-        if isinstance(cache, SequenceCache):
+        if isinstance(cache, SequenceCache) and cache.row.token_budget is None:
             (n_heads, dim_k), (_, dim_v) = cache.row.shapes()
             effective += _packed_bytes(cache.row, n_heads, dim_k, dim_v)
             fp16 += n_heads * (dim_k + dim_v) * REFERENCE_BITS / 8

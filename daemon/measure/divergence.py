@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
+from daemon.cache.build import convert
 from daemon.cache.row import Row
-from daemon.cache.sequence import SequenceCache
 from daemon.measure.texts import Passage
 
 PREFILL_CHUNK = 512
@@ -101,16 +101,10 @@ def feed(model: Any, tokens: Sequence[int], caches: Sequence[Any]) -> None:
 
 def converted(caches: Sequence[Any], make_row: MakeRow) -> list[Any]:
     """Return copies of mlx-lm's own *caches* of one sequence, packed where *make_row* gives a row."""
-    return [_converted(cache, make_row(index)) for index, cache in enumerate(caches)]
-
-
-def _converted(cache: Any, row: Row | None) -> Any:
-    if row is None:
-        return copy.deepcopy(cache)
-    keys, values = cache.keys_and_values()
-    row.append(keys[0], values[0])
-    row.pack()
-    return SequenceCache(row)
+    return [
+        copy.deepcopy(cache) if cache is caches[index] else cache
+        for index, cache in enumerate(convert(caches, make_row))
+    ]
 
 
 def decode(model: Any, windows: Sequence[Window], make_row: MakeRow) -> Floats:
@@ -120,9 +114,9 @@ def decode(model: Any, windows: Sequence[Window], make_row: MakeRow) -> Floats:
         log-probabilities, float32 of shape (windows, scored tokens, vocab).
     """
     rows = [converted(window.caches, make_row) for window in windows]
-    # without a tail a token is packed as soon as the next one comes
+    # without a tail a token is packed as soon as the next one comes; a budget counts single tokens
     packed = [row for layer in rows[0] for row in getattr(layer, "rows", ())]
-    block = BLOCK if all(row.tail_tokens for row in packed) else 1
+    block = BLOCK if all(row.tail_tokens and row.token_budget is None for row in packed) else 1
     if len(rows) == 1 or not all(map(_mergeable, rows[0])):
         parts = [
             _decode(model, [window], caches, block)

@@ -56,7 +56,7 @@ def footprint(caches: Sequence[Any], make_row: MakeRow, contexts: Sequence[int])
             costs += [_stock(part, contexts) for part in _parts(cache)]
             continue
         shape = tuple(side.shape[1::2] for side in cache.keys_and_values())
-        key = (row.scheme, row.sink_tokens, row.tail_tokens, shape)
+        key = (row.scheme, row.sink_tokens, row.tail_tokens, row.token_budget, shape)
         if key not in known:
             known[key] = _packed(row, shape, contexts)
         costs.append(known[key])
@@ -95,14 +95,17 @@ def _stock(cache: Any, contexts: Sequence[int]) -> _Cost:
 def _packed(row: Row, shape: tuple[tuple[int, int], ...], contexts: Sequence[int]) -> _Cost:
     (n_heads, dim_k), (_, dim_v) = shape
     values = n_heads * (dim_k + dim_v)
+    at = tuple(_filled(row.fresh(), shape, length).nbytes for length in contexts)
+    exact_at = tuple(values * _ITEM_BYTES * n for n in contexts)
+    if row.token_budget is not None:
+        return _Cost(0, 0, at, exact_at)
     # lengths that leave the same tail, so that their difference is packed tokens and nothing else
     start = row.sink_tokens + row.tail_tokens + TILE
     used = {}
     for length in (start, start + _SPAN):
         used[length] = _filled(row.fresh(), shape, length).used_bytes
     per_token = (used[start + _SPAN] - used[start]) / _SPAN
-    at = tuple(_filled(row.fresh(), shape, length).nbytes for length in contexts)
-    return _Cost(per_token, values, at, tuple(values * _ITEM_BYTES * n for n in contexts))
+    return _Cost(per_token, values, at, exact_at)
 
 
 def _filled(row: Row, shape: tuple[tuple[int, int], ...], length: int) -> Row:

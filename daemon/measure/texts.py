@@ -45,7 +45,7 @@ def builtin() -> Text:
     """Return the last three quarters of `pydoc_data.topics`."""
     from pydoc_data.topics import topics
 
-    whole = "\n\n".join(topics.values())
+    whole = "\n\n".join(topics[key] for key in sorted(topics))
     name = f"pydoc_data.topics of Python {platform.python_version()}"
     return Text(name, whole[int(len(whole) * _UNSCORED_SHARE) :])
 

@@ -76,6 +76,7 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
     kv_report = _kv_report(spec, resolved, factory, build.measure(model, factory, vocab_size))
     if spec.kv.strict:
         _refuse_fallbacks(kv_report)
+        _refuse_lost_budgets(resolved, factory)
     model.make_cache = factory
     mx.clear_cache()
     own_context = architecture.max_context or UNKNOWN_CONTEXT
@@ -218,6 +219,17 @@ def _refuse_fallbacks(report: wire.KvReport) -> None:
             f"kv.strict: {which}",
             hint="choose a scheme these layers can have, or drop kv.strict",
         )
+
+
+def _refuse_lost_budgets(resolved: ResolvedPolicy, factory: CacheFactory) -> None:
+    budgeted = {plan.index for plan in resolved.layers if plan.token_budget is not None}
+    for plan in factory.plans:
+        if plan.index in budgeted and plan.token_budget is None:
+            raise WorkerExitError(
+                WorkerExit.BAD_CONFIG,
+                f"kv.strict: layer {plan.index} cannot have its token_budget: {plan.reason}",
+                hint="drop the token_budget of this layer, or kv.strict",
+            )
 
 
 def _model_report(

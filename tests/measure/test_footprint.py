@@ -54,3 +54,11 @@ def test_windows_and_states_do_not_grow() -> None:
     token = HEADS * 2 * DIM * 2
     assert got.bytes_per_token == token
     assert got.context_bytes == (64 * token + 400 + 1000 * token, 64 * token + 400 + 2000 * token)
+
+
+def test_a_layer_with_a_token_budget_does_not_grow_past_it() -> None:
+    row = Row(parse_scheme("turbo8v4"), sink_tokens=4, tail_tokens=32, token_budget=256)
+    got = footprint([filled(KVCache())], lambda _: row.fresh(), (1024, 16384))
+    assert got.bytes_per_token == 0
+    assert got.context_bytes[0] == pytest.approx(got.context_bytes[1], rel=0.3)
+    assert got.context_bytes_fp16[1] == 16 * got.context_bytes_fp16[0]
