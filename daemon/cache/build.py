@@ -8,7 +8,7 @@ own caches, with a reason, where they disagree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from mlx_lm.models.cache import KVCache
 
 from daemon.cache.row import Row
 from daemon.cache.sequence import BatchCache, SequenceCache
+from daemon.kernels.keys import KeyTransform
 from daemon.policy.resolve import LayerPlan
 from daemon.policy.schemes import REFERENCE_BITS, SCHEMES, Scheme
 
@@ -35,6 +36,8 @@ class Slot:
 
     plan: LayerPlan
     packed: bool
+    keys: KeyTransform | None = None
+    statistics_id: str | None = None
 
     def row(self, scheme: Scheme | None = None) -> Row:
         """Return an empty row under the plan, or with *scheme* and every token instead."""
@@ -43,6 +46,8 @@ class Slot:
             sink_tokens=self.plan.sink_tokens,
             tail_tokens=self.plan.tail_tokens,
             token_budget=None if scheme else self.plan.token_budget,
+            keys=self.keys,
+            statistics_id=self.statistics_id,
         )
 
 
@@ -79,6 +84,18 @@ class CacheFactory:
     def any_scaled_keys(self) -> bool:
         """Whether the keys of some layer get packed."""
         return any(slot.packed and slot.plan.effective.k.scaled for slot in self.slots)
+
+    def calibrated(
+        self, keys: Mapping[int, KeyTransform], statistics_id: str | None
+    ) -> CacheFactory:
+        """Return a factory whose slots take off their keys what *keys* has for their index."""
+        slots = [
+            replace(
+                slot, keys=keys.get(index), statistics_id=statistics_id if index in keys else None
+            )
+            for index, slot in enumerate(self.slots)
+        ]
+        return CacheFactory(self._stock, slots)
 
     def fall_back(self, reason: str) -> CacheFactory:
         """Return a factory of mlx-lm's own caches only; every packed slot carries *reason*."""
