@@ -124,6 +124,8 @@ def evaluate(
         contenders=contenders(found, names),
         windows=windows,
         context=context,
+        fingerprint=found.fingerprint,
+        profiles=str(settings.state.profiles),
         text=str(text.absolute()) if text else None,
         plot=str(plot.absolute()) if plot else None,
     )

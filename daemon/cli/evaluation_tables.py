@@ -19,7 +19,13 @@ def print_report(report: EvalReport) -> None:
     out.print(Text.assemble((report.model, "bold"), f"  {report.text}"))
     out.print(_figures(report))
     for policy in report.policies:
-        out.print(Text(f"{policy.label}: {policy.summary}", style="dim"))
+        out.print(
+            Text(
+                f"{policy.label}: {policy.summary}; {policy.sink_tokens} sinks, tail {policy.tail_tokens};"
+                f" key calibration: {policy.calibration}",
+                style="dim",
+            )
+        )
         for layer in policy.layers:
             if layer.reason and layer.requested != layer.effective:
                 span = f"layers {layer.first}-{layer.last}"

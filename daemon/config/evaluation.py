@@ -22,13 +22,19 @@ class Contender(Document):
 
 
 class EvalJob(Document):
-    """What to measure; paths are absolute. *context* is the prompt tokens of a window."""
+    """What to measure; paths are absolute.
+
+    *context* is the prompt tokens of a window; *profiles* the folder of the calibration profiles, where
+    that of the model with *fingerprint* is found, or stored once it is measured.
+    """
 
     model: str
     model_path: str
     contenders: tuple[Contender, ...]
     windows: int
     context: int
+    fingerprint: str | None = None
+    profiles: str | None = None
     text: str | None = None
     plot: str | None = None
 
@@ -79,6 +85,7 @@ class PolicyFigures(Document):
     warnings: tuple[str, ...]
     sink_tokens: int
     tail_tokens: int
+    calibration: str
     key_bits: float
     bits_per_value: float
     bytes_per_token: float
@@ -110,7 +117,10 @@ class EvalReport(Document):
     def measured(self, policy: PolicyFigures) -> Measured:
         """Return the figures of *policy* as the allow-list keeps them."""
         return Measured(
-            policy=f"{policy.label} ({policy.summary}), {policy.sink_tokens} sinks, tail {policy.tail_tokens}",
+            policy=(
+                f"{policy.label} ({policy.summary}), {policy.sink_tokens} sinks, tail {policy.tail_tokens},"
+                f" calibration {policy.calibration}"
+            ),
             kld=policy.natural.kld_mean,
             copy_kld=policy.copy_test.kld_mean,
             positions=policy.natural.positions,

@@ -38,6 +38,7 @@ from daemon.measure.texts import Passage
 from daemon.policy.architecture import Architecture, LayerKind, read_architecture
 from daemon.policy.resolve import ResolvedPolicy, resolve, summarize
 from daemon.policy.schemes import REFERENCE_BITS, SCHEMES
+from daemon.worker.calibration import Wanted, calibrated
 
 GROUP = 4  # windows decoded together
 LONGEST_PLOTTED = 32768  # tokens
@@ -56,6 +57,8 @@ class Subject:
     tokenizer: Any
     architecture: Architecture
     vocab_size: int
+    fingerprint: str | None = None
+    profiles: Path | None = None  # the folder of calibration profiles
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Entrant:
     policy: ResolvedPolicy
     sink_tokens: int
     tail_tokens: int
+    calibration: str
 
 
 def run(job: EvalJob, say: Say) -> EvalReport:
@@ -78,8 +82,9 @@ def run(job: EvalJob, say: Say) -> EvalReport:
     """
     text = texts.from_file(Path(job.text)) if job.text else texts.builtin()
     say("loading the model", 0)
-    subject = load(Path(job.model_path))
-    entrants = [enter(subject, contender) for contender in job.contenders]
+    profiles = Path(job.profiles) if job.profiles else None
+    subject = load(Path(job.model_path), fingerprint=job.fingerprint, profiles=profiles)
+    entrants = [enter(subject, contender, say) for contender in job.contenders]
     prompt = _prompt_tokens(job.context, subject.architecture)
     plain = texts.natural(subject.tokenizer, text, prompt=prompt, count=job.windows)
     copies = texts.copies(subject.tokenizer, text, prompt=prompt, count=job.windows)
@@ -112,8 +117,8 @@ def run(job: EvalJob, say: Say) -> EvalReport:
     )
 
 
-def load(folder: Path) -> Subject:
-    """Return the model in *folder*.
+def load(folder: Path, *, fingerprint: str | None = None, profiles: Path | None = None) -> Subject:
+    """Return the model in *folder*; with its *fingerprint* calibration profiles are kept in *profiles*.
 
     Raises:
         TqdError: mlx-lm cannot load it, or it is no model that can be served.
@@ -131,27 +136,47 @@ def load(folder: Path) -> Subject:
             f"mlx-lm cannot load {folder}: {first}", hint="download or convert the model again"
         ) from error
     vocab_size: int = model(mx.array([[0]])).shape[-1]  # nothing is computed for a shape
-    return Subject(model, tokenizer, architecture, vocab_size)
+    return Subject(model, tokenizer, architecture, vocab_size, fingerprint, profiles)
 
 
-def enter(subject: Subject, contender: Contender) -> Entrant:
+def enter(subject: Subject, contender: Contender, say: Say) -> Entrant:
     """Put the policy of *contender* in force on the model, as a worker would.
 
     Raises:
         PolicyError: it does not fit the model.
+        WorkerExitError: the calibration that it names cannot be used.
     """
     resolved = resolve(contender.kv, subject.architecture, allowed=IGNORED)
     plans = [plan for plan in resolved.layers if plan.kind is not LayerKind.SHARED]
     factory = build.plan_caches(subject.model, plans)
     factory = build.probe(subject.model, factory, subject.vocab_size)
+    calibration = calibrated(
+        subject.model,
+        subject.tokenizer,
+        factory,
+        Wanted(
+            setting=contender.kv.calibration,
+            fingerprint=subject.fingerprint,
+            folder=subject.profiles,
+            strict=contender.kv.strict,
+            head_dims={layer.index: layer.head_dim_k for layer in subject.architecture.layers},
+        ),
+        lambda _: say("measuring the keys (once per model)", 0),
+    )
+    factory = factory.calibrated(calibration.transforms, calibration.id)
     built = {slot.plan.index: slot.plan for slot in factory.slots}
     layers = tuple(built.get(plan.index, plan) for plan in resolved.layers)
     return Entrant(
         label=contender.label,
         make_row=rows_of(factory),
-        policy=ResolvedPolicy(layers, resolved.warnings, summarize(layers)),
+        policy=ResolvedPolicy(
+            layers,
+            (*resolved.warnings, *([calibration.problem] if calibration.problem else [])),
+            summarize(layers),
+        ),
         sink_tokens=contender.kv.sink_tokens,
         tail_tokens=contender.kv.tail_tokens,
+        calibration=calibration.source,
     )
 
 
@@ -291,6 +316,7 @@ def _figures(
         warnings=tuple(text for text in entrant.policy.warnings if IGNORED not in text),
         sink_tokens=entrant.sink_tokens,
         tail_tokens=entrant.tail_tokens,
+        calibration=entrant.calibration,
         key_bits=max(packed, default=REFERENCE_BITS),
         bits_per_value=cost.bits_per_value,
         bytes_per_token=cost.bytes_per_token,

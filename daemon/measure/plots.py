@@ -57,7 +57,7 @@ def draw_report(path: Path, report: EvalReport) -> None:
     ]
     curves = [Curve("fp16", report.context_bytes_fp16)]
     curves += [Curve(policy.label, policy.context_bytes) for policy in report.policies]
-    draw(path, points, curves, report.contexts, title=f"{report.model}: {report.text}")
+    draw(path, points, curves, report.contexts, title=f"{Path(report.model).name}: {report.text}")
 
 
 def draw(
@@ -108,6 +108,7 @@ def _divergence(axes: Any, points: Sequence[Point]) -> None:
             xytext=(5, 4),
             fontsize=8,
         )
+    axes.margins(x=0.15, y=0.1)  # room for the names
     axes.set_yscale("log")
     axes.set_xlabel("bits per value")
     axes.set_ylabel("mean KL divergence from the fp16 cache, nats")
@@ -121,6 +122,7 @@ def _bytes(axes: Any, curves: Sequence[Curve], contexts: Sequence[int]) -> None:
         axes.plot(contexts, mebibytes, marker=".", label=curve.label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.set_xticks(contexts, [f"{length:,}" for length in contexts], rotation=30)
     axes.set_xlabel("context, tokens")
     axes.set_ylabel("KV cache of one sequence, MiB")
     axes.grid(visible=True, which="major", alpha=0.3)

@@ -24,13 +24,18 @@ import mlx_lm
 from rivals import RIVALS, SINK_TOKENS, TAIL_TOKENS, Rival
 
 from daemon import paths
-from daemon.cache import seam
 from daemon.cache.row import Row
+from daemon.config.evaluation import Contender
+from daemon.config.locate import Located, fingerprint
 from daemon.errors import TqdError
-from daemon.measure import demo_model, divergence, footprint, plots
+from daemon.measure import demo_model, divergence, evaluation, footprint, plots
 from daemon.measure.divergence import Divergence, MakeRow, Scores, Window
+from daemon.measure.evaluation import Subject
 from daemon.measure.texts import Passage
+from daemon.policy.resolve import request
 from daemon.policy.schemes import UnknownSchemeError, parse_scheme
+from daemon.policy.spec import KvSpec
+from daemon.policy.store import load_policies
 
 PROMPT, SCORE = 1536, 128
 FIRST, BETWEEN, AGAIN = 512, 992, 160  # of the copy test: A[:512] + B[:992] + A[160:289]
@@ -70,13 +75,16 @@ def main() -> int:
         parser.error(str(error))
     count = 1 if arguments.small else arguments.windows
 
-    seam.install()
     folder = demo_model.make(paths.cache_dir(), say=_say)
-    model, tokenizer = mlx_lm.load(str(folder))[:2]
-    natural, copies = passages(tokenizer, count)
-    entrants = _entrants(model, arguments, natural[0])
+    subject = evaluation.load(
+        folder,
+        fingerprint=fingerprint(Located(folder)),
+        profiles=paths.cache_dir() / "profiles",
+    )
+    natural, copies = passages(subject.tokenizer, count)
+    entrants = _entrants(subject, arguments, natural[0])
     results = {
-        name: _measure(model, members, entrants, name)
+        name: _measure(subject.model, members, entrants, name)
         for name, members in (("natural", natural), ("copy", copies))
     }
     rows = [
@@ -102,10 +110,12 @@ def main() -> int:
     return 0
 
 
-def make_row(scheme: str) -> MakeRow:
-    """Return what makes our rows: one place for whatever a row of a layer needs."""
-    codecs = parse_scheme(scheme)
-    return lambda _layer: Row(codecs, sink_tokens=SINK_TOKENS, tail_tokens=TAIL_TOKENS)
+def make_row(subject: Subject, scheme: str) -> MakeRow:
+    """Return what makes our rows: under the policy that a server with `mode: scheme` has, calibrated like it."""
+    kv = request(KvSpec(mode=scheme), load_policies().policies)
+    entrant = evaluation.enter(subject, Contender(label=scheme, kv=kv), lambda text, _: None)
+    _say(f"{scheme}: key calibration: {entrant.calibration}")
+    return entrant.make_row
 
 
 def passages(tokenizer: Any, count: int) -> tuple[list[Passage], list[Passage]]:
@@ -120,19 +130,15 @@ def passages(tokenizer: Any, count: int) -> tuple[list[Passage], list[Passage]]:
     return natural, copies
 
 
-def _entrants(model: Any, arguments: argparse.Namespace, sample: Passage) -> list[Entrant]:
+def _entrants(subject: Subject, arguments: argparse.Namespace, sample: Passage) -> list[Entrant]:
     small = Passage(sample.tokens[:64], 1)
-    caches = divergence.prefill(model, small).caches
+    caches = divergence.prefill(subject.model, small).caches
     names = arguments.schemes or (SMALL_SCHEMES if arguments.small else _available(SCHEMES))
-    ours = [
-        Entrant(
-            name,
-            "ours",
-            footprint.footprint(caches, make_row(name), ()).bits_per_value,
-            make_row(name),
-        )
-        for name in names
-    ]
+    ours = []
+    for name in names:
+        rows = make_row(subject, name)
+        bits = footprint.footprint(caches, rows, ()).bits_per_value
+        ours.append(Entrant(name, "ours", bits, rows))
     wanted = arguments.rivals
     if wanted is None:
         wanted = SMALL_RIVALS if arguments.small else [rival.name for rival in RIVALS]

@@ -76,6 +76,8 @@ def test_a_measured_policy_is_recorded_and_then_allowed(
     path = tmp_path / "state" / "allowlist.yaml"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert "text.txt" in path.read_text()
+    assert "Python's documentation" in policy["calibration"]
+    assert len(list((tmp_path / "state" / "profiles").glob("*.safetensors"))) == 1
     assert in_force(run) == "turbo4v4"
     (server,) = json.loads(run("check", "--json").stdout)["servers"]
     assert "measured on this machine: turbo4v4" in server["allowlist"]
@@ -117,8 +119,8 @@ def test_a_damaged_model_is_one_message(run: Run, model: str) -> None:
     weights = Path(model) / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     result = run("eval", "m/")
-    assert result.exit_code == 1
-    assert "mlx-lm cannot load" in result.stderr
+    assert result.exit_code == 2
+    assert "model.safetensors are damaged" in result.stderr
     assert "Traceback" not in result.output
 
 
