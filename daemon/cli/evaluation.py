@@ -26,7 +26,7 @@ from daemon.policy.advise import advise as advice_for
 from daemon.policy.resolve import request
 from daemon.policy.rules import AllowEntry
 from daemon.policy.schemes import TURBO4, UnknownSchemeError, parse_scheme
-from daemon.policy.spec import KvRequest, KvSpec, NamedPolicy
+from daemon.policy.spec import KvSpec, NamedPolicy
 from daemon.policy.store import load_entries, load_gate
 from daemon.supervisor.environment import inherited, mlx_environment, openblas
 from daemon.supervisor.files import make_private, write_private
@@ -117,6 +117,9 @@ def evaluate(
     a sentence from a long context, and bytes of real buffers. The model is loaded here once more, beside a
     running server. The allow-list does not count: this is how evidence for it is made.
     """
+    to_stdout = json_file is not None and str(json_file) == "-"
+    if json_file is not None and not to_stdout and not json_file.absolute().parent.is_dir():
+        raise TqdError(f"there is no folder {json_file.parent}")
     found = find(target, settings.config)
     job = EvalJob(
         model=found.model,
@@ -133,11 +136,13 @@ def evaluate(
         "the allow-list is ignored here: every policy is measured as it is written", err=True
     )
     report = _measured(job, found)
-    if json_file is None or str(json_file) != "-":
+    document = report.model_dump_json(indent=2)
+    if to_stdout:
+        click.echo(document)
+    else:
         tables.print_report(report)
-    if json_file is not None:
-        with click.open_file(str(json_file), "w", encoding="utf-8") as out:
-            out.write(report.model_dump_json(indent=2) + "\n")
+    if json_file is not None and not to_stdout:
+        _write_text(json_file, document + "\n")
     if plot is not None:
         click.echo(f"drew {plot}", err=True)
     if record:
@@ -155,17 +160,12 @@ def contenders(target: Target, names: Sequence[str]) -> tuple[Contender, ...]:
     own = target.server.kv if target.server else KvSpec()
     if not names:
         kv = request(own, target.policies)
-        label = f"{kv.policy} policy" if not kv.explicit else scheme_name(own, kv)
+        label = (own.mode or f"k {kv.k}, v {kv.v}") if kv.explicit else kv.policy
         return (Contender(label=label, kv=kv),)
     return tuple(
         Contender(label=name, kv=request(_spec(own, name, target.policies), target.policies))
         for name in dict.fromkeys(names)
     )
-
-
-def scheme_name(own: KvSpec, kv: KvRequest) -> str:
-    """Return what to call a block that names a scheme of its own."""
-    return own.mode or f"k {kv.k}, v {kv.v}"
 
 
 def _spec(own: KvSpec, name: str, policies: Mapping[str, NamedPolicy]) -> KvSpec:
@@ -179,7 +179,7 @@ def _spec(own: KvSpec, name: str, policies: Mapping[str, NamedPolicy]) -> KvSpec
             f"--policy {name}: {error}",
             hint=f"{error.hint}; or a named policy: {', '.join(sorted(policies))}",
         ) from error
-    nothing = {"k": None, "v": None, "cache_type_k": None, "cache_type_v": None, "layers": None}
+    nothing = {"k": None, "v": None, "cache_type_k": None, "cache_type_v": None, "layers": ()}
     return own.model_copy(update={"mode": name, **nothing})
 
 
@@ -224,6 +224,13 @@ def _progress() -> Iterator[Heard]:
             bar.update(task, description=text, completed=done or 0.0)
 
         yield show
+
+
+def _write_text(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise TqdError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def _record(report: EvalReport, target: Target, state: StateDir) -> None:

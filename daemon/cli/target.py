@@ -62,13 +62,17 @@ def find(text: str, config: Path) -> Target:
         TqdError: the model cannot be had, or is none that can be served.
     """
     folder = Path(text).expanduser()
-    if not text.startswith((".", "/", "~")) and "/" not in text and config.exists():
+    if "/" not in text and config.exists():
         loaded = load(config)
         if text in loaded.servers.servers:
             return _server(text, loaded)
-    if folder.is_dir() or "/" in text or text.startswith((".", "~")):
-        model = str(folder.absolute()) if folder.is_dir() or text[0] in "./~" else text
-        return _read(model, locate_model(model), load_policies().policies)
+    if folder.is_dir():
+        model = str(folder.absolute())
+        return _read(model, _located(model), load_policies().policies)
+    if text.startswith((".", "/", "~")):
+        raise TqdError(f"there is no folder {text}")
+    if "/" in text:
+        return _read(text, _located(text), load_policies().policies)
     raise UnknownServerError(
         f'"{text}" is neither a server nor the folder of a model',
         hint="name a server of servers.yaml, a folder, or a hub id such as org/model",
@@ -77,12 +81,12 @@ def find(text: str, config: Path) -> Target:
 
 def _server(name: str, loaded: Loaded) -> Target:
     spec = loaded.servers.servers[name]
-    located = locate_model(spec.model, spec.revision, spec.env)
+    located = _located(spec.model, spec.revision, spec.env)
     model = loaded.sources[name].written("model") or spec.model
     return _read(model, located, loaded.policies, spec)
 
 
-def locate_model(
+def _located(
     model: str, revision: str | None = None, env: Mapping[str, str] | None = None
 ) -> Located:
     """Return where *model* is; raises TqdError that names it."""

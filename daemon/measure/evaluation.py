@@ -43,6 +43,8 @@ from daemon.worker.calibration import Wanted, calibrated
 GROUP = 4  # windows decoded together
 LONGEST_PLOTTED = 32768  # tokens
 
+_SAMPLE_TOKENS = 32  # enough for every cache to have its shape
+
 IGNORED = "the allow-list does not count here: this is how evidence for it is made"
 
 Say = Callable[[str, float], None]
@@ -94,7 +96,7 @@ def run(job: EvalJob, say: Say) -> EvalReport:
     copy_scores = _scores(subject, copies, entrants, progress, "copy test")
     found = _needles(subject, plain[0], entrants, progress)
     contexts = _contexts(subject.architecture)
-    sample = divergence.prefill(subject.model, plain[0]).caches
+    sample = divergence.prefill_all(subject.model, plain[0].tokens[:_SAMPLE_TOKENS])
     costs = [footprint.footprint(sample, entrant.make_row, contexts) for entrant in entrants]
     return EvalReport(
         model=job.model,

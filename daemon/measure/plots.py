@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,8 @@ def require(path: Path) -> None:
         )
     if not path.parent.is_dir():
         raise TqdError(f"there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise TqdError(f"nothing can be written to {path.parent}")
     _matplotlib()
 
 

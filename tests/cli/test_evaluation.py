@@ -11,9 +11,17 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from daemon.cli.evaluation import contenders
 from daemon.cli.main import main
+from daemon.cli.target import Target
+from daemon.config.locate import Located
+from daemon.config.spec import ServerSpec
 from daemon.errors import TqdError
 from daemon.measure import plots
+from daemon.policy.architecture import read_architecture
+from daemon.policy.spec import KvSpec
+from daemon.policy.store import load_policies
+from tests.conftest import LLAMA
 
 Run = Callable[..., Result]
 MakeModel = Callable[..., Path]
@@ -102,10 +110,11 @@ def test_what_cannot_be_measured_is_refused_with_the_reason(run: Run, model: str
     refusals = {
         ("eval", "chat", "--policy", "turbo9"): (2, "neither|unknown scheme"),
         ("eval", "nobody"): (4, "neither a server nor the folder of a model"),
-        ("eval", "./absent"): (1, "there is no such folder"),
+        ("eval", "./absent"): (1, "there is no folder ./absent"),
         ("eval", "org/absent"): (1, "org/absent: no such folder"),
         ("eval", "chat", "--text", "servers.yaml"): (1, "windows need"),
         ("eval", "chat", "--plot", "plot.gif"): (1, "names no format"),
+        ("eval", "chat", "--json", "absent/report.json"): (1, "there is no folder absent"),
         ("advise", "nobody"): (4, "neither a server"),
     }
     for arguments, (code, words) in refusals.items():
@@ -137,6 +146,37 @@ def test_advice_for_a_server_is_about_its_model(run: Run, model: str) -> None:
     document = json.loads(run("advise", "chat", "--json").stdout)
     assert document["model"] == "m"
     assert [row["label"] for row in document["rows"]] == ["short, up to 4k"]
+
+
+class TestContenders:
+    """What is measured under which name."""
+
+    def target(self, **kv: object) -> Target:
+        server = ServerSpec(model="m", port=1, kv=KvSpec.model_validate(kv)) if kv else None
+        return Target(
+            "m", Located(Path("m")), read_architecture(LLAMA), load_policies().policies, server
+        )
+
+    def test_without_names_it_is_the_servers_own_policy(self) -> None:
+        (own,) = contenders(self.target(mode="turbo8v3", sink_tokens=8), ())
+        assert (own.label, own.kv.k, own.kv.v, own.kv.sink_tokens) == (
+            "turbo8v3",
+            "int8",
+            "turbo3",
+            8,
+        )
+        (named,) = contenders(self.target(policy="quality"), ())
+        assert (named.label, named.kv.v) == ("quality", "int8")
+        assert contenders(self.target(), ())[0].label == "balanced"
+
+    def test_a_scheme_keeps_the_servers_sinks_but_not_its_rules(self) -> None:
+        target = self.target(
+            k="fp16", sink_tokens=8, layers=[{"match": "first:1", "mode": "fp16"}], boundary_v=1
+        )
+        scheme, policy = contenders(target, ("turbo4v4", "quality", "turbo4v4"))
+        assert (scheme.kv.k, scheme.kv.sink_tokens, scheme.kv.boundary_v) == ("turbo4", 8, 1)
+        assert scheme.kv.layers == ()
+        assert (policy.kv.v, policy.kv.sink_tokens) == ("int8", 4)
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
