@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from daemon.cli.tables import console
-from daemon.config.evaluation import EvalReport, Needle, PolicyFigures
+from daemon.config.evaluation import EvalReport, Figures, Needle, PolicyFigures
 from daemon.policy.advise import Advice, Advised
 from daemon.units import format_size
 
@@ -61,15 +61,20 @@ def _row(policy: PolicyFigures) -> tuple[str, ...]:
         policy.label,
         f"{policy.bits_per_value:.2f}",
         f"{policy.bytes_per_token:,.0f}",
-        f"{natural.kld_mean:.5f} ± {natural.kld_standard_error:.5f}",
+        _mean(natural),
         f"{natural.kld_median:.5f}",
         f"{natural.kld_p999:.3f}",
         f"{natural.top1_agreement:.1%}",
         f"{natural.perplexity_delta:+.2%}",
-        f"{copies.kld_mean:.5f} ± {copies.kld_standard_error:.5f}",
+        _mean(copies),
         f"{copies.top1_agreement:.1%}",
         _needles(policy.needles),
     )
+
+
+def _mean(figures: Figures) -> str:
+    error = figures.kld_standard_error
+    return f"{figures.kld_mean:.5f}" + ("" if error is None else f" ± {error:.5f}")
 
 
 def _needles(needles: Sequence[Needle]) -> str:

@@ -40,11 +40,14 @@ class EvalJob(Document):
 
 
 class Figures(Document):
-    """The divergence from the fp16 cache over all positions of one kind of text; nats."""
+    """The divergence from the fp16 cache over all positions of one kind of text; nats.
+
+    The standard error is that of the mean over windows; one window has none.
+    """
 
     positions: int
     kld_mean: float
-    kld_standard_error: float
+    kld_standard_error: float | None
     kld_median: float
     kld_p999: float
     top1_agreement: float

@@ -62,7 +62,7 @@ class Divergence:
 
     positions: int
     mean: float
-    standard_error: float  # of the mean, over windows; 0 with one window
+    standard_error: float | None  # of the mean, over windows; one window has none
     median: float
     p999: float
     top1_agreement: float
@@ -183,7 +183,7 @@ def summarize(scores: Scores) -> Divergence:
     return Divergence(
         positions=scores.kl.size,
         mean=float(scores.kl.mean()),
-        standard_error=float(np.std(means, ddof=1) / len(means) ** 0.5) if len(means) > 1 else 0.0,
+        standard_error=float(np.std(means, ddof=1) / len(means) ** 0.5) if len(means) > 1 else None,
         median=float(np.median(scores.kl)),
         p999=float(np.quantile(scores.kl, 0.999)),
         top1_agreement=float(scores.agreed.mean()),

@@ -99,7 +99,7 @@ def main() -> int:
     ]
     print(table(rows))
     print(
-        f"\n{folder.name}, {count} windows of Wikipedia text, {SCORE} positions each; ours with {SINK_TOKENS} sinks, "
+        f"\n{folder.name}, {count} window{'s' * (count > 1)} of Wikipedia text, {SCORE} positions each; ours with {SINK_TOKENS} sinks, "
         f"tail {TAIL_TOKENS}; bits of a packed value, sinks and tail not counted; mlx {mx.__version__}, "
         f"mlx-lm {mlx_lm.__version__}, {mx.default_device()}, {platform.machine()} {platform.system()}"
     )
@@ -210,11 +210,16 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         delta = natural["perplexity"] / natural["reference_perplexity"] - 1
         lines.append(
             f"| {row['name']} | {row['cold_bits']:.2f} | {16 / row['cold_bits']:.2f}× "
-            f"| {natural['mean']:.5f} ± {natural['standard_error']:.5f} | {natural['median']:.5f} | {natural['p999']:.3f} "
+            f"| {_mean(natural)} | {natural['median']:.5f} | {natural['p999']:.3f} "
             f"| {100 * natural['top1_agreement']:.1f} % | {100 * delta:+.2f} % "
-            f"| {copies['mean']:.5f} ± {copies['standard_error']:.5f} | {100 * copies['top1_agreement']:.1f} % |"
+            f"| {_mean(copies)} | {100 * copies['top1_agreement']:.1f} % |"
         )
     return "\n".join(lines)
+
+
+def _mean(figures: dict[str, Any]) -> str:
+    error = figures["standard_error"]
+    return f"{figures['mean']:.5f}" + ("" if error is None else f" ± {error:.5f}")
 
 
 def _plot(path: Path, rows: Sequence[dict[str, Any]]) -> None:
