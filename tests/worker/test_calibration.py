@@ -73,7 +73,7 @@ def test_none_measures_nothing(folder: Path, profiles: Path) -> None:
 def test_full_precision_keys_need_no_statistics(folder: Path, profiles: Path) -> None:
     loaded = load(spec_for(folder, profiles, k="fp16"))
 
-    assert loaded.kv_report.calibration == "not needed: keys are kept in full precision"
+    assert loaded.kv_report.calibration == "not needed: no keys are rotated and packed"
     assert not profiles.exists()
 
 
@@ -140,7 +140,7 @@ def test_a_failed_measurement_serves_on_with_the_reason_unless_strict(
     spec = spec_for(folder, profiles, strict=strict)
 
     if strict:
-        with pytest.raises(WorkerExitError, match="kv.strict: calibration failed: ArithmeticError"):
+        with pytest.raises(WorkerExitError, match=r"kv\.strict: calibration failed: ArithmeticError"):
             load(spec)
     else:
         loaded = load(spec)
