@@ -15,11 +15,10 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache
 
 from daemon.cache.row import Row
-from daemon.kernels.packing import TILE
 from daemon.measure.divergence import PREFILL_CHUNK, MakeRow
 
 _ITEM_BYTES = 2  # of a value at 16 bits
-_SPAN = 1024  # tokens between the two lengths that the growth is measured at; whole tiles
+_SPAN_FOLDS = 32  # folds between the two lengths that the growth is measured at
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,14 @@ def footprint(caches: Sequence[Any], make_row: MakeRow, contexts: Sequence[int])
             costs += [_stock(part, contexts) for part in _parts(cache)]
             continue
         shape = tuple(side.shape[1::2] for side in cache.keys_and_values())
-        key = (row.scheme, row.sink_tokens, row.tail_tokens, row.token_budget, shape)
+        key = (
+            row.scheme,
+            row.sink_tokens,
+            row.tail_tokens,
+            row.fold_tokens,
+            row.token_budget,
+            shape,
+        )
         if key not in known:
             known[key] = _packed(row, shape, contexts)
         costs.append(known[key])
@@ -99,12 +105,14 @@ def _packed(row: Row, shape: tuple[tuple[int, int], ...], contexts: Sequence[int
     exact_at = tuple(values * _ITEM_BYTES * n for n in contexts)
     if row.token_budget is not None:
         return _Cost(0, 0, at, exact_at)
-    # lengths that leave the same tail, so that their difference is packed tokens and nothing else
-    start = row.sink_tokens + row.tail_tokens + TILE
-    used = {}
-    for length in (start, start + _SPAN):
-        used[length] = _filled(row.fresh(), shape, length).used_bytes
-    per_token = (used[start + _SPAN] - used[start]) / _SPAN
+    # lengths past the sinks that leave the same tail: their difference is packed tokens and nothing else
+    fold = row.fold_tokens
+    start = (-(-row.sink_tokens // fold) + 1) * fold + row.tail_tokens
+    span = _SPAN_FOLDS * fold
+    before, after = (
+        _filled(row.fresh(), shape, length).used_bytes for length in (start, start + span)
+    )
+    per_token = (after - before) / span
     return _Cost(per_token, values, at, exact_at)
 
 

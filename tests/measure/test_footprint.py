@@ -23,13 +23,24 @@ def packed(scheme: str) -> MakeRow:
     return lambda _: Row(parse_scheme(scheme), sink_tokens=4, tail_tokens=32)
 
 
-@pytest.mark.parametrize("scheme", ["int8", "turbo8v4", "turbo4v3", "turbo3v3", "turbo0v4"])
+@pytest.mark.parametrize(
+    "scheme", ["int8", "turbo8v4", "turbo4v3", "turbo3v3", "turbo0v4", "turbo5v3.5", "affine4"]
+)
 def test_bits_are_those_that_the_catalogue_states(scheme: str) -> None:
     got = footprint([filled(KVCache())], packed(scheme), (4096,))
     stated = parse_scheme(scheme).bits_per_value(DIM, DIM)
     assert got.bits_per_value == pytest.approx(stated)
     assert got.bytes_per_token == pytest.approx(stated / 8 * HEADS * 2 * DIM)
     assert got.bytes_per_token_fp16 == HEADS * 2 * DIM * 2
+
+
+@pytest.mark.parametrize(("sinks", "tail", "fold"), [(4, 256, 128), (0, 32, 96), (700, 0, 32)])
+def test_bits_do_not_depend_on_sinks_tail_and_fold(sinks: int, tail: int, fold: int) -> None:
+    def make_row(_: int) -> Row:
+        return Row(parse_scheme("turbo8v4"), sink_tokens=sinks, tail_tokens=tail, fold_tokens=fold)
+
+    got = footprint([filled(KVCache())], make_row, (4096,))
+    assert got.bits_per_value == pytest.approx(parse_scheme("turbo8v4").bits_per_value(DIM, DIM))
 
 
 def test_the_models_own_precision_counts_as_16_bits() -> None:

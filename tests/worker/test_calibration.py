@@ -140,7 +140,9 @@ def test_a_failed_measurement_serves_on_with_the_reason_unless_strict(
     spec = spec_for(folder, profiles, strict=strict)
 
     if strict:
-        with pytest.raises(WorkerExitError, match=r"kv\.strict: calibration failed: ArithmeticError"):
+        with pytest.raises(
+            WorkerExitError, match=r"kv\.strict: calibration failed: ArithmeticError"
+        ):
             load(spec)
     else:
         loaded = load(spec)
