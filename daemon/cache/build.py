@@ -1,40 +1,49 @@
 """From a resolved policy to the caches of a model, and the proof at load time that they work.
 
 mlx-lm asks a model for its caches through `make_cache`. We ask it too, keep what cannot be packed
-(rotating, recurrent, composite caches), and put ours where the model wants a plain growing KV cache
-and the policy packs it. `probe` then runs a few tokens through both kinds and falls back to mlx-lm's
-own caches, with a reason, where they disagree.
+(rotating and recurrent caches), and put ours where the model wants a plain growing KV cache and the
+policy packs it, also inside a composite cache. `probe` then runs a few tokens through both kinds and
+falls back to mlx-lm's own caches, with a reason, where they disagree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import CacheList, KVCache
 
+from daemon.cache.latent import LatentCache
 from daemon.cache.row import Row
 from daemon.cache.sequence import SequenceCache
+from daemon.policy.architecture import LayerKind
 from daemon.policy.resolve import LayerPlan
 from daemon.policy.schemes import REFERENCE_BITS, SCHEMES, Scheme
 
 PROBE_TOKENS = 6
 PACKED_PROBE_TOKENS = 80  # past 4 sinks and a tail of 32, so that tiles are attended to
 # Largest |difference| of logits over their largest magnitude, by dtype: the same attention in another order of
-# operations. Measured on llama, qwen3 and gemma3 shapes it stays a factor of ten below.
+# operations. On the tiny models of every family it is exactly zero in float32.
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 8e-2}
+
+_EXACT = SCHEMES["fp16"]
 
 Caches = list[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One cache of a model, in mlx-lm's order: the layer it belongs to, and our row policy or None for mlx-lm's own."""
+    """One cache of a model, in mlx-lm's order: the layer it belongs to, and whether it is ours or mlx-lm's own.
+
+    Where mlx-lm keeps several caches of a layer in a CacheList, *members* are the positions in it that
+    are ours; empty: the cache is not composite.
+    """
 
     plan: LayerPlan
     packed: bool
+    members: tuple[int, ...] = ()
 
 
 class CacheFactory:
@@ -54,7 +63,7 @@ class CacheFactory:
 
     def unpacked(self) -> Caches:
         """Return our caches with every layer in full precision: what the probe compares with mlx-lm's own."""
-        return self._make(lambda _: SCHEMES["fp16"])
+        return self._make(lambda _: _EXACT)
 
     @property
     def plans(self) -> tuple[LayerPlan, ...]:
@@ -66,11 +75,23 @@ class CacheFactory:
         """Whether one of the caches is ours."""
         return any(slot.packed for slot in self.slots)
 
-    def fall_back(self, reason: str) -> CacheFactory:
-        """Return a factory of mlx-lm's own caches only; every packed slot carries *reason*."""
+    @property
+    def packed_kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of the layers whose caches are ours."""
+        return tuple(dict.fromkeys(slot.plan.kind for slot in self.slots if slot.packed))
+
+    def only(self, kind: LayerKind) -> CacheFactory:
+        """Return a factory whose caches are ours in layers of *kind* alone."""
         slots = [
-            Slot(replace(slot.plan, effective=SCHEMES["fp16"], reason=reason), packed=False)
-            if slot.packed
+            replace(slot, packed=slot.packed and slot.plan.kind is kind) for slot in self.slots
+        ]
+        return CacheFactory(self._stock, slots)
+
+    def fall_back(self, reason: str, kind: LayerKind | None = None) -> CacheFactory:
+        """Return a factory of mlx-lm's own caches in layers of *kind*, or in all of them, for *reason*."""
+        slots = [
+            Slot(_unpacked(slot.plan, reason), packed=False)
+            if slot.packed and kind in (None, slot.plan.kind)
             else slot
             for slot in self.slots
         ]
@@ -78,23 +99,32 @@ class CacheFactory:
 
     def _make(self, scheme_of: Callable[[Slot], Scheme]) -> Caches:
         return [
-            SequenceCache(
-                Row(
-                    scheme_of(slot),
-                    sink_tokens=slot.plan.sink_tokens,
-                    tail_tokens=slot.plan.tail_tokens,
-                )
-            )
-            if slot.packed
-            else stock
+            _placed(slot, scheme_of(slot), stock) if slot.packed else stock
             for slot, stock in zip(self.slots, self._stock(), strict=True)
         ]
+
+
+def _placed(slot: Slot, scheme: Scheme, stock: Any) -> Any:
+    """Return our cache for *slot*, or *stock*, a composite, with ours at the slot's members."""
+    if not slot.members:
+        return _ours(slot.plan, scheme)
+    return CacheList(
+        *(
+            _ours(slot.plan, scheme) if position in slot.members else part
+            for position, part in enumerate(stock.caches)
+        )
+    )
+
+
+def _ours(plan: LayerPlan, scheme: Scheme) -> SequenceCache:
+    row = Row(scheme, sink_tokens=plan.sink_tokens, tail_tokens=plan.tail_tokens)
+    return LatentCache(row) if plan.kind is LayerKind.LATENT else SequenceCache(row)
 
 
 def plan_caches(model: Any, plans: Sequence[LayerPlan]) -> CacheFactory:
     """Return the factory of *model*'s caches under *plans*, one plan for each layer that holds a cache.
 
-    A model that uses its layers several times (loops) has a multiple of that number of caches, in order.
+    A model that uses its layers several times (loops) may have a multiple of that number of caches, in order.
     """
     stock = getattr(model, "make_cache", None) or (lambda: [KVCache() for _ in model.layers])
     made = stock()
@@ -105,27 +135,25 @@ def plan_caches(model: Any, plans: Sequence[LayerPlan]) -> CacheFactory:
             stock,
             [Slot(_unpacked(_filler(plans, i), reason), packed=False) for i in range(len(made))],
         )
-    slots = []
-    for plan, cache in zip(list(plans) * repeats, made, strict=True):
-        wanted = plan.effective != SCHEMES["fp16"]
-        if wanted and type(cache) is not KVCache:
-            slots.append(
-                Slot(
-                    _unpacked(plan, f"the model keeps it in a {type(cache).__name__}"), packed=False
-                )
-            )
-        else:
-            slots.append(Slot(plan, packed=wanted))
-    # boundary layers in full precision share the mask of packed layers of their kind: they must be ours too
-    if any(slot.packed for slot in slots):
-        slots = [
-            Slot(
-                slot.plan,
-                packed=slot.packed or (type(cache) is KVCache and slot.plan.kind == "full"),
-            )
-            for slot, cache in zip(slots, made, strict=True)
-        ]
-    return CacheFactory(stock, slots)
+    placed = list(zip(list(plans) * repeats, made, strict=True))
+    wanted = {plan.kind for plan, cache in placed if plan.effective != _EXACT and _growing(cache)}
+    return CacheFactory(stock, [_slot(plan, cache, wanted) for plan, cache in placed])
+
+
+def _slot(plan: LayerPlan, cache: Any, wanted: set[LayerKind]) -> Slot:
+    """Return the slot of *cache*. mlx-lm makes one mask for all layers of a kind, so one of *wanted* is ours throughout."""
+    growing = _growing(cache)
+    if growing and plan.kind in wanted:
+        return Slot(plan, packed=True, members=growing if isinstance(cache, CacheList) else ())
+    parts = cache.caches if isinstance(cache, CacheList) else [cache]
+    names = " and a ".join(type(part).__name__ for part in parts)
+    return Slot(_unpacked(plan, f"the model keeps it in a {names}"), packed=False)
+
+
+def _growing(cache: Any) -> tuple[int, ...]:
+    """Return the positions of the plain growing caches in *cache*, which is one itself or may be composite."""
+    parts = cache.caches if isinstance(cache, CacheList) else [cache]
+    return tuple(position for position, part in enumerate(parts) if type(part) is KVCache)
 
 
 def _filler(plans: Sequence[LayerPlan], index: int) -> LayerPlan:
@@ -133,35 +161,49 @@ def _filler(plans: Sequence[LayerPlan], index: int) -> LayerPlan:
 
 
 def _unpacked(plan: LayerPlan, reason: str) -> LayerPlan:
-    if plan.effective == SCHEMES["fp16"]:
+    if plan.effective == _EXACT:
         return plan
-    return replace(plan, effective=SCHEMES["fp16"], reason=reason)
+    return replace(plan, effective=_EXACT, reason=reason)
 
 
 def probe(model: Any, factory: CacheFactory, vocab_size: int) -> CacheFactory:
     """Run *model* on its own caches and on ours; return *factory*, or one that falls back with the reason.
 
-    Raises nothing: a model on which our caches fail still serves, on mlx-lm's own.
+    Where only the caches of some kinds of layers fail, only those fall back. Raises nothing: a model
+    on which our caches fail still serves, on mlx-lm's own.
     """
-    if not factory.any_packed:
+    reason = _failure(model, factory, vocab_size)
+    if reason is None:
         return factory
+    kinds = factory.packed_kinds
+    if len(kinds) > 1:
+        kept = factory
+        for kind in kinds:
+            why = _failure(model, factory.only(kind), vocab_size)
+            kept = kept if why is None else kept.fall_back(why, kind)
+        if kept is not factory and _failure(model, kept, vocab_size) is None:
+            return kept
+    return factory.fall_back(reason)
+
+
+def _failure(model: Any, factory: CacheFactory, vocab_size: int) -> str | None:
+    """Return why *model* cannot work on the caches of *factory*; None: it can."""
+    if not factory.any_packed:
+        return None
     try:
         expected = _two_passes(model, factory.stock(), PROBE_TOKENS, vocab_size)
         got = _two_passes(model, factory.unpacked(), PROBE_TOKENS, vocab_size)
         difference = _relative_difference(got, expected)
-        tolerance = _TOLERANCE.get(expected.dtype, 8e-2)
-        if not difference <= tolerance:
-            return factory.fall_back(
+        if not difference <= _TOLERANCE.get(expected.dtype, 8e-2):
+            return (
                 f"its attention does not go through the cache (logits differ by {difference:.1%})"
             )
         packed = _two_passes(model, factory(), PACKED_PROBE_TOKENS, vocab_size)
         if not mx.all(mx.isfinite(packed)).item():
-            return factory.fall_back("packed keys and values gave infinite logits")
+            return "packed keys and values gave infinite logits"
     except Exception as error:  # noqa: BLE001 - whatever a model's own code raises on a view means "not with this model"
-        return factory.fall_back(
-            f"its code needs plain keys and values ({type(error).__name__}: {error})"
-        )
-    return factory
+        return f"its code needs plain keys and values ({type(error).__name__}: {error})"
+    return None
 
 
 def _relative_difference(got: mx.array, expected: mx.array) -> float:
@@ -192,7 +234,7 @@ def measure(model: Any, factory: CacheFactory, vocab_size: int) -> BytesPerToken
     caches = factory()
     model(mx.zeros((1, PROBE_TOKENS), dtype=mx.int32) % vocab_size, cache=caches)
     effective = fp16 = 0.0
-    for cache in caches:
+    for cache in _parts(caches):
         if isinstance(cache, SequenceCache):
             (n_heads, dim_k), (_, dim_v) = cache.row.shapes()
             effective += _packed_bytes(cache.row, n_heads, dim_k, dim_v)
@@ -202,6 +244,15 @@ def measure(model: Any, factory: CacheFactory, vocab_size: int) -> BytesPerToken
                 effective += side.nbytes / side.shape[2]
                 fp16 += side.size / side.shape[2] * REFERENCE_BITS / 8
     return BytesPerToken(effective, fp16)
+
+
+def _parts(caches: Caches) -> Iterator[Any]:
+    """Yield every cache, those inside composite ones included."""
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            yield from _parts(cache.caches)
+        else:
+            yield cache
 
 
 def _packed_bytes(row: Row, n_heads: int, dim_k: int, dim_v: int) -> float:

@@ -24,6 +24,7 @@ from daemon.errors import PolicyError, WorkerExit, WorkerExitError
 from daemon.kernels import attention
 from daemon.policy.architecture import Architecture, LayerKind, read_architecture
 from daemon.policy.resolve import ResolvedPolicy, resolve, summarize
+from daemon.policy.rules import architectures
 
 Progress = Callable[[str, float], None]
 
@@ -62,7 +63,7 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
         ) from error
     seam.install()
     progress("reading weights", 0.0)
-    model, config = _load_weights(folder)
+    model, config = _load_weights(folder, architecture)
     for done in _evaluated(model):
         progress("reading weights", 0.9 * done)
     progress("loading the tokenizer", 0.9)
@@ -75,7 +76,7 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
     factory = build.probe(model, factory, vocab_size)
     kv_report = _kv_report(spec, resolved, factory, build.measure(model, factory, vocab_size))
     if spec.kv.strict:
-        _refuse_fallbacks(kv_report)
+        _refuse_fallbacks(resolved, factory)
     model.make_cache = factory
     mx.clear_cache()
     own_context = architecture.max_context or UNKNOWN_CONTEXT
@@ -106,10 +107,16 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _load_weights(folder: Path) -> tuple[Any, dict[str, Any]]:
+def _load_weights(folder: Path, architecture: Architecture) -> tuple[Any, dict[str, Any]]:
     download_again = "download or convert the model again"
+    # mlx-lm knows its own names for a family and no other spelling
+    respelled = architecture.model_type in architectures().spellings
     try:
-        model, config = load_model(folder, lazy=True)
+        model, config = load_model(
+            folder,
+            lazy=True,
+            model_config={"model_type": architecture.family} if respelled else None,
+        )
     except FileNotFoundError as error:
         raise WorkerExitError(
             WorkerExit.MODEL_MISSING,
@@ -206,16 +213,18 @@ def _kv_report(
     )
 
 
-def _refuse_fallbacks(report: wire.KvReport) -> None:
-    missed = [layer for layer in report.layers if layer.effective != layer.requested]
+def _refuse_fallbacks(resolved: ResolvedPolicy, factory: CacheFactory) -> None:
+    """Refuse what the loaded model cannot have; what its architecture rules out, `resolve` has refused already."""
+    wanted = {plan.index: plan.effective.name for plan in resolved.layers}
+    missed = {
+        plan.index: f"layer {plan.index} gets {plan.effective.name} instead of {wanted[plan.index]}: {plan.reason}"
+        for plan in factory.plans
+        if plan.effective.name != wanted[plan.index]
+    }
     if missed:
-        which = "; ".join(
-            f"layers {layer.first}-{layer.last} get {layer.effective} instead of {layer.requested}: {layer.reason}"
-            for layer in missed
-        )
         raise WorkerExitError(
             WorkerExit.BAD_CONFIG,
-            f"kv.strict: {which}",
+            f"kv.strict: {'; '.join(missed.values())}",
             hint="choose a scheme these layers can have, or drop kv.strict",
         )
 
