@@ -15,11 +15,13 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache
 
+from daemon.cache.alone import alone
 from daemon.cache.latent import LatentCache
 from daemon.cache.row import Row
 from daemon.cache.sequence import SequenceCache
 from daemon.policy.architecture import LayerKind
 from daemon.policy.resolve import LayerPlan
+from daemon.policy.rules import Batching
 from daemon.policy.schemes import REFERENCE_BITS, SCHEMES, Scheme
 
 PROBE_TOKENS = 6
@@ -47,10 +49,16 @@ class Slot:
 
 
 class CacheFactory:
-    """Makes the caches of a new sequence; installed as the model's `make_cache`."""
+    """Makes the caches of a new sequence; installed as the model's `make_cache`.
 
-    def __init__(self, stock: Callable[[], Caches], slots: Sequence[Slot]) -> None:
+    *one_row*: the model cannot run several sequences together, so its caches stand for a batch of one.
+    """
+
+    def __init__(
+        self, stock: Callable[[], Caches], slots: Sequence[Slot], *, one_row: bool = False
+    ) -> None:
         self._stock = stock
+        self._one_row = one_row
         self.slots = tuple(slots)
 
     def __call__(self) -> Caches:
@@ -59,7 +67,8 @@ class CacheFactory:
 
     def stock(self) -> Caches:
         """Return mlx-lm's own caches."""
-        return self._stock()
+        made = self._stock()
+        return [alone(cache) for cache in made] if self._one_row else made
 
     def unpacked(self) -> Caches:
         """Return our caches with every layer in full precision: what the probe compares with mlx-lm's own."""
@@ -85,7 +94,7 @@ class CacheFactory:
         slots = [
             replace(slot, packed=slot.packed and slot.plan.kind is kind) for slot in self.slots
         ]
-        return CacheFactory(self._stock, slots)
+        return self._with(slots)
 
     def fall_back(self, reason: str, kind: LayerKind | None = None) -> CacheFactory:
         """Return a factory of mlx-lm's own caches in layers of *kind*, or in all of them, for *reason*."""
@@ -95,13 +104,17 @@ class CacheFactory:
             else slot
             for slot in self.slots
         ]
-        return CacheFactory(self._stock, slots)
+        return self._with(slots)
+
+    def _with(self, slots: Sequence[Slot]) -> CacheFactory:
+        return CacheFactory(self._stock, slots, one_row=self._one_row)
 
     def _make(self, scheme_of: Callable[[Slot], Scheme]) -> Caches:
-        return [
+        made = [
             _placed(slot, scheme_of(slot), stock) if slot.packed else stock
             for slot, stock in zip(self.slots, self._stock(), strict=True)
         ]
+        return [alone(cache) for cache in made] if self._one_row else made
 
 
 def _placed(slot: Slot, scheme: Scheme, stock: Any) -> Any:
@@ -121,7 +134,9 @@ def _ours(plan: LayerPlan, scheme: Scheme) -> SequenceCache:
     return LatentCache(row) if plan.kind is LayerKind.LATENT else SequenceCache(row)
 
 
-def plan_caches(model: Any, plans: Sequence[LayerPlan]) -> CacheFactory:
+def plan_caches(
+    model: Any, plans: Sequence[LayerPlan], *, batching: Batching = "rows"
+) -> CacheFactory:
     """Return the factory of *model*'s caches under *plans*, one plan for each layer that holds a cache.
 
     A model that uses its layers several times (loops) may have a multiple of that number of caches, in order.
@@ -131,13 +146,12 @@ def plan_caches(model: Any, plans: Sequence[LayerPlan]) -> CacheFactory:
     repeats, rest = divmod(len(made), max(len(plans), 1))
     if rest:
         reason = f"the model makes {len(made)} caches for {len(plans)} layers"
-        return CacheFactory(
-            stock,
-            [Slot(_unpacked(_filler(plans, i), reason), packed=False) for i in range(len(made))],
-        )
+        slots = [Slot(_unpacked(_filler(plans, i), reason), packed=False) for i in range(len(made))]
+        return CacheFactory(stock, slots, one_row=batching == "alone")
     placed = list(zip(list(plans) * repeats, made, strict=True))
     wanted = {plan.kind for plan, cache in placed if plan.effective != _EXACT and _growing(cache)}
-    return CacheFactory(stock, [_slot(plan, cache, wanted) for plan, cache in placed])
+    slots = [_slot(plan, cache, wanted) for plan, cache in placed]
+    return CacheFactory(stock, slots, one_row=batching == "alone")
 
 
 def _slot(plan: LayerPlan, cache: Any, wanted: set[LayerKind]) -> Slot:
@@ -239,7 +253,7 @@ def measure(model: Any, factory: CacheFactory, vocab_size: int) -> BytesPerToken
             (n_heads, dim_k), (_, dim_v) = cache.row.shapes()
             effective += _packed_bytes(cache.row, n_heads, dim_k, dim_v)
             fp16 += n_heads * (dim_k + dim_v) * REFERENCE_BITS / 8
-        elif type(cache) is KVCache and cache.keys is not None:
+        elif isinstance(cache, KVCache) and cache.keys is not None:
             for side in (cache.keys, cache.values):
                 effective += side.nbytes / side.shape[2]
                 fp16 += side.size / side.shape[2] * REFERENCE_BITS / 8

@@ -24,7 +24,7 @@ from daemon.errors import PolicyError, WorkerExit, WorkerExitError
 from daemon.kernels import attention
 from daemon.policy.architecture import Architecture, LayerKind, read_architecture
 from daemon.policy.resolve import ResolvedPolicy, resolve, summarize
-from daemon.policy.rules import architectures
+from daemon.policy.rules import Batching, architectures
 
 Progress = Callable[[str, float], None]
 
@@ -42,6 +42,7 @@ class LoadedModel:
     vocab_size: int
     max_context: int
     eos_token_ids: frozenset[int]
+    batching: Batching
     model_report: wire.ModelReport
     kv_report: wire.KvReport
 
@@ -71,7 +72,9 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
     progress("checking the KV policy", 0.95)
     vocab_size: int = model(mx.array([[0]])).shape[-1]  # nothing is computed for a shape
     factory = build.plan_caches(
-        model, [plan for plan in resolved.layers if plan.kind != LayerKind.SHARED]
+        model,
+        [plan for plan in resolved.layers if plan.kind != LayerKind.SHARED],
+        batching=architecture.batching,
     )
     factory = build.probe(model, factory, vocab_size)
     kv_report = _kv_report(spec, resolved, factory, build.measure(model, factory, vocab_size))
@@ -87,6 +90,7 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
         vocab_size=vocab_size,
         max_context=min(spec.server.max_context or own_context, own_context),
         eos_token_ids=frozenset(tokenizer.eos_token_ids),
+        batching=architecture.batching,
         model_report=_model_report(spec, folder, model, architecture),
         kv_report=kv_report,
     )

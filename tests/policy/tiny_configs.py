@@ -167,6 +167,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_query_heads": [4, 4, 6, 6, 8, 8], "num_kv_heads": [1, 1, 2, 2, 4, 4], "ffn_multipliers": [1.0] * 6,
     },
     "phi3small": {
+        "vocab_size": 100352,  # it writes to fixed places of the logits
         "dense_attention_every_n_layers": 1, "ff_intermediate_size": 32, "gegelu_limit": 20.0,
         "mup_width_multiplier": 1.0, "mup_attn_multiplier": 1.0, "mup_embedding_multiplier": 1.0, "rope_embedding_base": 10000.0,
         "rope_position_scale": 1.0,
