@@ -183,29 +183,30 @@ def _unpacked(plan: LayerPlan, reason: str) -> LayerPlan:
 def probe(model: Any, factory: CacheFactory, vocab_size: int) -> CacheFactory:
     """Run *model* on its own caches and on ours; return *factory*, or one that falls back with the reason.
 
-    Where only the caches of some kinds of layers fail, only those fall back. Raises nothing: a model
-    on which our caches fail still serves, on mlx-lm's own.
+    Where only the caches of some kinds of layers fail, only those fall back. A model on which all of
+    ours fail still serves, on mlx-lm's own; what it raises on those is raised here.
     """
-    reason = _failure(model, factory, vocab_size)
+    expected = _two_passes(model, factory.stock(), PROBE_TOKENS, vocab_size)
+    reason = _failure(model, factory, expected)
     if reason is None:
         return factory
     kinds = factory.packed_kinds
     if len(kinds) > 1:
         kept = factory
         for kind in kinds:
-            why = _failure(model, factory.only(kind), vocab_size)
+            why = _failure(model, factory.only(kind), expected)
             kept = kept if why is None else kept.fall_back(why, kind)
-        if kept is not factory and _failure(model, kept, vocab_size) is None:
+        if kept is not factory and _failure(model, kept, expected) is None:
             return kept
     return factory.fall_back(reason)
 
 
-def _failure(model: Any, factory: CacheFactory, vocab_size: int) -> str | None:
-    """Return why *model* cannot work on the caches of *factory*; None: it can."""
+def _failure(model: Any, factory: CacheFactory, expected: mx.array) -> str | None:
+    """Return why *model* cannot work on the caches of *factory*; None: it can, and gives *expected* on them."""
     if not factory.any_packed:
         return None
+    vocab_size = expected.shape[-1]
     try:
-        expected = _two_passes(model, factory.stock(), PROBE_TOKENS, vocab_size)
         got = _two_passes(model, factory.unpacked(), PROBE_TOKENS, vocab_size)
         difference = _relative_difference(got, expected)
         if not difference <= _TOLERANCE.get(expected.dtype, 8e-2):
@@ -216,8 +217,12 @@ def _failure(model: Any, factory: CacheFactory, vocab_size: int) -> str | None:
         if not mx.all(mx.isfinite(packed)).item():
             return "packed keys and values gave infinite logits"
     except Exception as error:  # noqa: BLE001 - whatever a model's own code raises on a view means "not with this model"
-        return f"its code needs plain keys and values ({type(error).__name__}: {error})"
+        return f"its code needs plain keys and values ({type(error).__name__}: {_one_line(error)})"
     return None
+
+
+def _one_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _relative_difference(got: mx.array, expected: mx.array) -> float:

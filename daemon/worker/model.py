@@ -76,7 +76,7 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
         [plan for plan in resolved.layers if plan.kind != LayerKind.SHARED],
         batching=architecture.batching,
     )
-    factory = build.probe(model, factory, vocab_size)
+    factory = _probed(folder, model, factory, vocab_size)
     kv_report = _kv_report(spec, resolved, factory, build.measure(model, factory, vocab_size))
     if spec.kv.strict:
         _refuse_fallbacks(resolved, factory)
@@ -182,6 +182,15 @@ def _load_tokenizer(folder: Path, spec: wire.WorkerSpec, config: dict[str, Any])
                 WorkerExit.BAD_CONFIG, f"cannot read the chat template {path}: {_one_line(error)}"
             ) from error
     return tokenizer
+
+
+def _probed(folder: Path, model: Any, factory: CacheFactory, vocab_size: int) -> CacheFactory:
+    try:
+        return build.probe(model, factory, vocab_size)
+    except Exception as error:
+        raise WorkerExitError(
+            WorkerExit.BAD_CONFIG, f"mlx-lm cannot run {folder.name} here: {_one_line(error)}"
+        ) from error
 
 
 def _kv_report(

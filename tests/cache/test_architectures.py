@@ -48,9 +48,9 @@ class Built:
         return logits(self.model, self.factory.stock())
 
 
-def built(family: str, dtype: mx.Dtype = mx.float32, *, mode: str | None = None) -> Built:
-    """Build *family* and plan its caches: turbo8v4, or int8 where only latents grow."""
-    config = tiny_config(family)
+def built(family: str, dtype: mx.Dtype = mx.float32, **changes: Any) -> Built:
+    """Build *family*, its configuration with *changes*, and plan its caches: turbo8v4, or int8 where latents grow."""
+    config = tiny_config(family) | changes
     module = importlib.import_module(f"mlx_lm.models.{family}")
     mx.random.seed(3)
     model = module.Model(module.ModelArgs.from_dict(dict(config)))
@@ -58,7 +58,7 @@ def built(family: str, dtype: mx.Dtype = mx.float32, *, mode: str | None = None)
     mx.eval(model.parameters())
     arch = read_architecture(config)
     latent = any(layer.kind is LayerKind.LATENT for layer in arch.layers)
-    mode = mode or ("int8" if latent else "turbo8v4")
+    mode = "int8" if latent else "turbo8v4"
     policy = resolve(request(KvSpec(mode=mode), load_policies().policies), arch, allowed="a test")
     own = [plan for plan in policy.layers if plan.kind is not LayerKind.SHARED]
     factory = build.probe(model, build.plan_caches(model, own, batching=arch.batching), VOCAB)
