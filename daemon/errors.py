@@ -6,6 +6,7 @@ TqdError                     1   something failed
 ├── UnknownServerError       4   no server of that name
 ├── InProgressError          5   what was asked for is still going on
 ├── DaemonUnreachableError   6   no daemon answers on the control socket
+├── SnapshotError            1   a saved KV cache is corrupt, or not of this model, policy and version
 └── WorkerExitError          ·   a worker cannot go on; the code tells the supervisor what to do
 """
 
@@ -101,6 +102,10 @@ class WorkerExitError(TqdError):
     def __init__(self, code: WorkerExit, message: str, *, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.code = code
+
+
+class SnapshotError(TqdError):
+    """A saved KV cache cannot be used, or none can be saved; nothing that runs has changed."""
 
 
 class PolicyError(TqdError):

@@ -19,12 +19,12 @@ EVENTS = frozenset({
     # daemon
     "daemon.started", "daemon.stopping", "daemon.stopped", "status.unavailable", "control.failed",
     # configuration
-    "config.loaded", "config.rejected", "config.unchanged", "config.pending", "config.stale", "config.not_saved",
+    "config.loaded", "config.rejected", "config.unchanged", "config.pending", "config.stale", "config.not_saved", "config.failed", "state.not_written",
     "plan.applied", "server.updated", "watch.unavailable",
     # workers, as the supervisor sees them
     "worker.started", "worker.loading", "worker.ready", "worker.degraded", "worker.draining", "worker.drain_timed_out",
     "worker.signalled", "worker.killed", "worker.exited", "worker.backed_off", "worker.failed", "worker.blocked",
-    "worker.stopped", "worker.leftover_found", "worker.leftover_ended", "worker.protocol_failed",
+    "worker.stopped", "blas.missing", "worker.leftover_found", "worker.leftover_ended", "worker.protocol_failed",
     # inside a worker
     "model.loading", "model.loaded", "policy.resolved", "policy.fell_back", "engine.started", "engine.failed", "engine.stopped",
     "request.finished", "request.rejected", "request.failed", "http.failed", "lease.lost",

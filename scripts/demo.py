@@ -73,9 +73,11 @@ def show(config: Path, ports: dict[str, int]) -> int:
     print()
     for server in status():
         kv = server["kv"]
+        ratio = kv["bytes_per_token_fp16"] / kv["bytes_per_token"]
+        words = f"{ratio:.2f} times smaller" if ratio >= 1 else f"{1 / ratio:.2f} times larger"
         print(
-            f"{server['name']:>6}: {kv['bytes_per_token']:>8,.0f} bytes of KV cache per token, measured; a 16-bit cache has "
-            f"{kv['bytes_per_token_fp16']:,.0f}: {kv['bytes_per_token_fp16'] / kv['bytes_per_token']:.2f}× smaller"
+            f"{server['name']:>6}: {kv['bytes_per_token']:>8,.0f} bytes of KV cache per token, measured: "
+            f"{words} than a 16-bit cache ({kv['bytes_per_token_fp16']:,.0f})"
         )
     if status()[0]["model"]["device"] == "cpu":
         print("        (on a CPU the model computes in 32 bits, and exact means: kept as computed)")
@@ -100,7 +102,8 @@ def wait_for_mode(name: str, mode: str) -> None:
     deadline = time.monotonic() + RELOAD_LIMIT_S
     while time.monotonic() < deadline:
         server = next(server for server in status() if server["name"] == name)
-        if server["state"] == "ready" and list(server["kv"]["effective_modes"]) == [mode]:
+        if server["state"] == "ready" and list(server["kv"]["effective_modes"] or ()) == [mode]:
+            print(" " * 40, end="\r")
             return
         print(f"{name} {server['state']} …", end="\r", flush=True)
         time.sleep(0.3)

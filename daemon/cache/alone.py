@@ -46,4 +46,15 @@ def alone(made: Any) -> Any:
     return made
 
 
+def plain_class(made: Any) -> type:
+    """Return the class that the cache *made* has apart from being an AloneRow."""
+    kind: type = type(made)
+    return kind.__bases__[1] if issubclass(kind, AloneRow) else kind
+
+
+def like(model: Any, made: Any) -> Any:
+    """Return the cache *made*, an AloneRow if *model* is one."""
+    return alone(made) if isinstance(model, AloneRow) else made
+
+
 _CLASSES: dict[type, type] = {}  # one for each class of cache, made when first met

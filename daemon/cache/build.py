@@ -16,9 +16,9 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache
 
 from daemon.cache.alone import alone
-from daemon.cache.latent import LatentCache
+from daemon.cache.latent import BatchLatentCache, LatentCache
 from daemon.cache.row import Row
-from daemon.cache.sequence import SequenceCache
+from daemon.cache.sequence import BatchCache, SequenceCache
 from daemon.policy.architecture import LayerKind
 from daemon.policy.resolve import LayerPlan
 from daemon.policy.rules import Batching
@@ -47,6 +47,30 @@ class Slot:
     packed: bool
     members: tuple[int, ...] = ()
 
+    @property
+    def calibrated(self) -> bool:
+        """Whether the statistics of keys mean anything here: latents have none that a rotary module made."""
+        return self.packed and self.plan.kind is LayerKind.FULL
+
+    def row(self, scheme: Scheme | None = None) -> Row:
+        """Return an empty row under the plan, or with *scheme* and every token instead."""
+        return Row(
+            scheme or self.plan.effective,
+            sink_tokens=self.plan.sink_tokens,
+            tail_tokens=self.plan.tail_tokens,
+            token_budget=None if scheme else self.plan.token_budget,
+        )
+
+    def placed(self, stock: Any, make: Callable[[Any], Any]) -> Any:
+        """Return what *make* makes of *stock*, or of the members in it that are ours; *stock* where none is."""
+        if not self.packed:
+            return stock
+        if not self.members:
+            return make(stock)
+        return CacheList(
+            *(make(part) if at in self.members else part for at, part in enumerate(stock.caches))
+        )
+
 
 class CacheFactory:
     """Makes the caches of a new sequence; installed as the model's `make_cache`.
@@ -63,7 +87,7 @@ class CacheFactory:
 
     def __call__(self) -> Caches:
         """Return one cache for each slot, empty."""
-        return self._make(lambda slot: slot.plan.effective)
+        return self._make(Slot.row)
 
     def stock(self) -> Caches:
         """Return mlx-lm's own caches."""
@@ -72,7 +96,7 @@ class CacheFactory:
 
     def unpacked(self) -> Caches:
         """Return our caches with every layer in full precision: what the probe compares with mlx-lm's own."""
-        return self._make(lambda _: _EXACT)
+        return self._make(lambda slot: slot.row(_EXACT))
 
     @property
     def plans(self) -> tuple[LayerPlan, ...]:
@@ -83,6 +107,11 @@ class CacheFactory:
     def any_packed(self) -> bool:
         """Whether one of the caches is ours."""
         return any(slot.packed for slot in self.slots)
+
+    @property
+    def any_scaled_keys(self) -> bool:
+        """Whether the keys of some layer get packed, and can be calibrated."""
+        return any(slot.calibrated and slot.plan.effective.k.scaled for slot in self.slots)
 
     @property
     def packed_kinds(self) -> tuple[LayerKind, ...]:
@@ -109,29 +138,22 @@ class CacheFactory:
     def _with(self, slots: Sequence[Slot]) -> CacheFactory:
         return CacheFactory(self._stock, slots, one_row=self._one_row)
 
-    def _make(self, scheme_of: Callable[[Slot], Scheme]) -> Caches:
+    def _make(self, row_of: Callable[[Slot], Row]) -> Caches:
         made = [
-            _placed(slot, scheme_of(slot), stock) if slot.packed else stock
+            _made(slot, stock, row_of)
             for slot, stock in zip(self.slots, self._stock(), strict=True)
         ]
         return [alone(cache) for cache in made] if self._one_row else made
 
 
-def _placed(slot: Slot, scheme: Scheme, stock: Any) -> Any:
-    """Return our cache for *slot*, or *stock*, a composite, with ours at the slot's members."""
-    if not slot.members:
-        return _ours(slot.plan, scheme)
-    return CacheList(
-        *(
-            _ours(slot.plan, scheme) if position in slot.members else part
-            for position, part in enumerate(stock.caches)
-        )
-    )
+def _made(slot: Slot, stock: Any, row_of: Callable[[Slot], Row]) -> Any:
+    return slot.placed(stock, lambda _: _cache(slot.plan.kind, [row_of(slot)]))
 
 
-def _ours(plan: LayerPlan, scheme: Scheme) -> SequenceCache:
-    row = Row(scheme, sink_tokens=plan.sink_tokens, tail_tokens=plan.tail_tokens)
-    return LatentCache(row) if plan.kind is LayerKind.LATENT else SequenceCache(row)
+def _cache(kind: LayerKind, rows: Sequence[Row]) -> SequenceCache | BatchCache:
+    if kind is LayerKind.LATENT:
+        return LatentCache(rows[0]) if len(rows) == 1 else BatchLatentCache(rows)
+    return SequenceCache(rows[0]) if len(rows) == 1 else BatchCache(rows)
 
 
 def plan_caches(
@@ -142,16 +164,18 @@ def plan_caches(
     A model that uses its layers several times (loops) may have a multiple of that number of caches, in order.
     """
     stock = getattr(model, "make_cache", None) or (lambda: [KVCache() for _ in model.layers])
-    made = stock()
+    return CacheFactory(stock, plan_slots(stock(), plans), one_row=batching == "alone")
+
+
+def plan_slots(made: Sequence[Any], plans: Sequence[LayerPlan]) -> list[Slot]:
+    """Return what becomes of each of the caches *made* by a model under *plans*, as plan_caches does."""
     repeats, rest = divmod(len(made), max(len(plans), 1))
     if rest:
         reason = f"the model makes {len(made)} caches for {len(plans)} layers"
-        slots = [Slot(_unpacked(_filler(plans, i), reason), packed=False) for i in range(len(made))]
-        return CacheFactory(stock, slots, one_row=batching == "alone")
+        return [Slot(_unpacked(_filler(plans, i), reason), packed=False) for i in range(len(made))]
     placed = list(zip(list(plans) * repeats, made, strict=True))
-    wanted = {plan.kind for plan, cache in placed if plan.effective != _EXACT and _growing(cache)}
-    slots = [_slot(plan, cache, wanted) for plan, cache in placed]
-    return CacheFactory(stock, slots, one_row=batching == "alone")
+    wanted = {plan.kind for plan, cache in placed if _asks(plan) and _growing(cache)}
+    return [_slot(plan, cache, wanted) for plan, cache in placed]
 
 
 def _slot(plan: LayerPlan, cache: Any, wanted: set[LayerKind]) -> Slot:
@@ -159,15 +183,17 @@ def _slot(plan: LayerPlan, cache: Any, wanted: set[LayerKind]) -> Slot:
     growing = _growing(cache)
     if growing and plan.kind in wanted:
         return Slot(plan, packed=True, members=growing if isinstance(cache, CacheList) else ())
-    parts = cache.caches if isinstance(cache, CacheList) else [cache]
-    names = " and a ".join(type(part).__name__ for part in parts)
+    names = " and a ".join(type(part).__name__ for part in parts([cache]))
     return Slot(_unpacked(plan, f"the model keeps it in a {names}"), packed=False)
 
 
 def _growing(cache: Any) -> tuple[int, ...]:
     """Return the positions of the plain growing caches in *cache*, which is one itself or may be composite."""
-    parts = cache.caches if isinstance(cache, CacheList) else [cache]
-    return tuple(position for position, part in enumerate(parts) if type(part) is KVCache)
+    return tuple(at for at, part in enumerate(parts([cache])) if type(part) is KVCache)
+
+
+def _asks(plan: LayerPlan) -> bool:
+    return plan.effective != _EXACT or plan.token_budget is not None
 
 
 def _filler(plans: Sequence[LayerPlan], index: int) -> LayerPlan:
@@ -175,9 +201,56 @@ def _filler(plans: Sequence[LayerPlan], index: int) -> LayerPlan:
 
 
 def _unpacked(plan: LayerPlan, reason: str) -> LayerPlan:
-    if plan.effective == _EXACT:
+    if not _asks(plan):
         return plan
-    return replace(plan, effective=_EXACT, reason=reason)
+    return replace(plan, effective=_EXACT, token_budget=None, reason=reason)
+
+
+def convert(caches: Sequence[Any], row_of: Callable[[int], Row | None]) -> Caches:
+    """Return *caches* with plain growing ones packed; the given ones are left as they are.
+
+    Args:
+        caches: mlx-lm's own caches of one model, empty or filled.
+        row_of: gives an empty row for the cache at an index; None keeps that cache.
+
+    Returns:
+        a SequenceCache for each cache that becomes a row, or a BatchCache where it holds several sequences.
+
+    Raises:
+        ValueError: there is a row for a cache that is no plain KVCache.
+    """
+    return [
+        cache
+        if (row := row_of(index)) is None
+        else _cache(LayerKind.FULL, _rows(cache, row, index))
+        for index, cache in enumerate(caches)
+    ]
+
+
+def convert_slots(caches: Sequence[Any], slots: Sequence[Slot]) -> Caches:
+    """Return *caches* with those packed that are ours in *slots* (plan_slots); the given ones are left as they are."""
+    return [
+        _converted(slot, cache, index)
+        for index, (slot, cache) in enumerate(zip(slots, caches, strict=True))
+    ]
+
+
+def _converted(slot: Slot, cache: Any, index: int) -> Any:
+    return slot.placed(cache, lambda part: _cache(slot.plan.kind, _rows(part, slot.row(), index)))
+
+
+def _rows(cache: Any, row: Row, index: int) -> list[Row]:
+    """Return a row like *row* for each sequence in *cache*, packed."""
+    if type(cache) is not KVCache:
+        raise ValueError(f"cache {index} is a {type(cache).__name__}; only a KVCache can be packed")
+    if cache.empty():
+        return [row]
+    keys, values = cache.keys_and_values()
+    rows = [row.fresh() for _ in range(keys.shape[0])]
+    for each, k, v in zip(rows, keys, values, strict=True):
+        each.append(k, v)
+        each.pack()
+    return rows
 
 
 def probe(model: Any, factory: CacheFactory, vocab_size: int) -> CacheFactory:
@@ -242,7 +315,7 @@ def _two_passes(model: Any, caches: Caches, prefill: int, vocab_size: int) -> mx
 
 @dataclass(frozen=True, slots=True)
 class BytesPerToken:
-    """Bytes that one more token costs once it is packed, over all growing layers."""
+    """Bytes that one more token costs once it is packed, over all layers that keep every token."""
 
     effective: float
     fp16: float
@@ -253,8 +326,8 @@ def measure(model: Any, factory: CacheFactory, vocab_size: int) -> BytesPerToken
     caches = factory()
     model(mx.zeros((1, PROBE_TOKENS), dtype=mx.int32) % vocab_size, cache=caches)
     effective = fp16 = 0.0
-    for cache in _parts(caches):
-        if isinstance(cache, SequenceCache):
+    for cache in parts(caches):
+        if isinstance(cache, SequenceCache) and cache.row.token_budget is None:
             (n_heads, dim_k), (_, dim_v) = cache.row.shapes()
             effective += _packed_bytes(cache.row, n_heads, dim_k, dim_v)
             fp16 += n_heads * (dim_k + dim_v) * REFERENCE_BITS / 8
@@ -265,11 +338,11 @@ def measure(model: Any, factory: CacheFactory, vocab_size: int) -> BytesPerToken
     return BytesPerToken(effective, fp16)
 
 
-def _parts(caches: Caches) -> Iterator[Any]:
+def parts(caches: Sequence[Any]) -> Iterator[Any]:
     """Yield every cache, those inside composite ones included."""
     for cache in caches:
         if isinstance(cache, CacheList):
-            yield from _parts(cache.caches)
+            yield from parts(cache.caches)
         else:
             yield cache
 

@@ -4,31 +4,82 @@ Tokens arrive at the tail in full precision. Before the next ones arrive, all bu
 *tail_tokens* move into tiles of 32, so a token is packed once and its raw form is gone. Arrays are
 never written in place: an update makes a new array, which MLX turns into a write to the old buffer
 when nobody else holds it. So a copy of a row shares everything and costs nothing.
+
+With a token budget, whole tiles leave from after the sinks (daemon.cache.window says which). What is
+left keeps its order and its slots: to attention the row is a shorter sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import mlx.core as mx
 
+from daemon.cache import window
 from daemon.kernels import codec, packing
+from daemon.kernels.keys import KeyTransform
 from daemon.kernels.packing import TILE, Packed, TileLayout
 from daemon.kernels.rotation import Side
 from daemon.kernels.stored import RawSide, Stored
+from daemon.policy.matching import least_token_budget
 from daemon.policy.schemes import FP16, Codec, Scheme
 
 RAW_STEP = 256  # tokens by which a side in full precision grows: mlx-lm's own step
 
 
-class Row:
-    """One sequence of one layer; *length* tokens so far."""
+@dataclass(frozen=True, slots=True)
+class RowState:
+    """What a row holds, apart from its policy.
 
-    def __init__(self, scheme: Scheme, *, sink_tokens: int, tail_tokens: int) -> None:
+    *arrays* by name, without spare capacity: `tiles`, and `k_head`, `k_tail`, `v_head`, `v_tail` in full
+    precision; a part that is empty is missing. *packed_to* counts kept tokens, as attention does.
+    """
+
+    length: int
+    dropped: int
+    packed_to: int
+    n_kv_heads: int
+    dim_k: int
+    dim_v: int
+    dtype_k: str
+    dtype_v: str
+    arrays: dict[str, mx.array]
+
+
+class Row:
+    """One sequence of one layer; *length* tokens so far.
+
+    Of these, *dropped* tokens after the sinks are gone, in whole tiles, where there is a
+    *token_budget*: the most tokens that any token attends to. *keys* is what is taken off keys before
+    they are packed, and *statistics_id* the name of the statistics behind it.
+    """
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        *,
+        sink_tokens: int,
+        tail_tokens: int,
+        token_budget: int | None = None,
+        keys: KeyTransform | None = None,
+        statistics_id: str | None = None,
+    ) -> None:
+        if token_budget is not None and (
+            token_budget % TILE or token_budget < least_token_budget(sink_tokens, tail_tokens)
+        ):
+            raise ValueError(
+                f"a token budget of {token_budget} is not a multiple of {TILE} with room for"
+                f" {sink_tokens} sink tokens, a tail of {tail_tokens} and two tiles"
+            )
         self.scheme = scheme
+        self.keys = keys if scheme.k.scaled else None
         self.sink_tokens = sink_tokens
         self.tail_tokens = tail_tokens
+        self.token_budget = token_budget
+        self.statistics_id = statistics_id
         self.length = 0
+        self.dropped = 0
         self._packed_to = 0
         self._layout: TileLayout | None = None
         self._tiles: mx.array | None = None
@@ -37,12 +88,20 @@ class Row:
 
     def fresh(self) -> Row:
         """Return an empty row with the same policy."""
-        return Row(self.scheme, sink_tokens=self.sink_tokens, tail_tokens=self.tail_tokens)
+        return Row(
+            self.scheme,
+            sink_tokens=self.sink_tokens,
+            tail_tokens=self.tail_tokens,
+            token_budget=self.token_budget,
+            keys=self.keys,
+            statistics_id=self.statistics_id,
+        )
 
     def copy(self) -> Row:
         """Return a row that shares every array with this one; appending to either leaves the other alone."""
         other = self.fresh()
-        other.length, other._packed_to = self.length, self._packed_to
+        other.length, other.dropped = self.length, self.dropped
+        other._packed_to = self._packed_to
         other._layout, other._tiles = self._layout, self._tiles
         other._k, other._v = self._k.copy(), self._v.copy()
         return other
@@ -57,6 +116,7 @@ class Row:
                 self.scheme.k, self.scheme.v, keys.shape[-1], values.shape[-1]
             )
         self.pack()
+        self._drop()
         self._k.append(keys)
         self._v.append(values)
         self.length += keys.shape[1]
@@ -66,17 +126,31 @@ class Row:
         self._pack_up_to(self._packable())
 
     def trim(self, count: int) -> int:
-        """Forget the newest *count* tokens, or all there are; return how many that was."""
+        """Forget the newest *count* tokens, or all there are; return how many that was.
+
+        Raises:
+            ValueError: the next token would attend to tokens that the budget has dropped.
+        """
+        self.check_trim(count)
         count = min(count, self.length)
         self.length -= count
-        self._packed_to = min(self._packed_to, self.length)
+        self._packed_to = min(self._packed_to, self._kept)
         for side in (self._k, self._v):
             side.keep(
-                self.length, packed=self._packed_to if self._packed_to > self.sink_tokens else 0
+                self._kept, packed=self._packed_to if self._packed_to > self.sink_tokens else 0
             )
         if self._packed_to <= self.sink_tokens:
             self._packed_to = 0
         return count
+
+    def check_trim(self, count: int) -> None:
+        """Raise ValueError if `trim(count)` would; a batch asks every row before it trims any."""
+        left = max(0, self.length - count)
+        if self.token_budget and self.dropped > window.dropped_at(left, self.token_budget):
+            raise ValueError(
+                f"cannot trim {count} of {self.length} tokens: the next one would attend to tokens that a"
+                f" token budget of {self.token_budget} has dropped"
+            )
 
     def stored(self) -> Stored:
         """Return what attention reads."""
@@ -85,14 +159,84 @@ class Row:
         some = self._packed_to > self.sink_tokens
         return Stored(
             layout=self._layout,
-            length=self.length,
+            length=self._kept,
             packed_from=self.sink_tokens if some else 0,
             packed_to=self._packed_to if some else 0,
             tiles=self._tiles,
             k=self._k.raw(),
             v=self._v.raw(),
             n_kv_heads=self._k.n_heads,
+            dropped=self.dropped,
+            keys=self.keys,
         )
+
+    def mask(self, queries: int, mask: mx.array | None) -> mx.array | None:
+        """Return *mask*, over all tokens so far, as the newest *queries* need it for what is stored; None: causal."""
+        if self.token_budget is None:
+            return mask
+        kept = window.Kept(self.length, self.sink_tokens, self.dropped, self.token_budget)
+        return kept.mask(queries, mask)
+
+    def export(self) -> RowState:
+        """Return everything the row holds, for Row.restored."""
+        (n_heads, dim_k), (_, dim_v) = self.shapes()
+        tiles = {}
+        if self._tiles is not None and self._packed_to:
+            tiles["tiles"] = self._tiles[:, : -(-self._packed_to // TILE)]
+        return RowState(
+            length=self.length,
+            dropped=self.dropped,
+            packed_to=self._packed_to,
+            n_kv_heads=n_heads,
+            dim_k=dim_k,
+            dim_v=dim_v,
+            dtype_k=self._k.dtype,
+            dtype_v=self._v.dtype,
+            arrays={**tiles, **self._k.export("k"), **self._v.export("v")},
+        )
+
+    def restored(self, state: RowState) -> Row:
+        """Return a row with this one's policy that holds *state*; it goes on exactly as the exported one would.
+
+        Raises:
+            ValueError: *state* is none that a row with this policy could have.
+        """
+        if _shapes(state.arrays) != self._expected(state):
+            raise ValueError(
+                "its arrays are not those of a row with this policy and that many tokens"
+            )
+        row = self.fresh()
+        row.length, row.dropped, row._packed_to = state.length, state.dropped, state.packed_to
+        row._tiles = state.arrays.get("tiles")
+        if state.length:
+            row._layout = TileLayout(self.scheme.k, self.scheme.v, state.dim_k, state.dim_v)
+            row._k.restore("k", state, state.dim_k, state.dtype_k)
+            row._v.restore("v", state, state.dim_v, state.dtype_v)
+        return row
+
+    def _expected(self, state: RowState) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return shape and dtype of every array that a row with this policy has in *state*."""
+        kept = state.length - state.dropped
+        some = state.packed_to > self.sink_tokens
+        counts = {}
+        for name, kind in (("k", self.scheme.k), ("v", self.scheme.v)):
+            head = kept if kind is FP16 else min(kept, self.sink_tokens)
+            counts[f"{name}_head"] = head
+            counts[f"{name}_tail"] = (
+                0 if kind is FP16 else kept - (state.packed_to if some else head)
+            )
+        shapes: dict[str, tuple[tuple[int, ...], str]] = {}
+        for name, count in counts.items():
+            dim, dtype = (
+                (state.dim_k, state.dtype_k) if name[0] == "k" else (state.dim_v, state.dtype_v)
+            )
+            if count:
+                shapes[name] = ((state.n_kv_heads, count, dim), dtype)
+        layout = TileLayout(self.scheme.k, self.scheme.v, state.dim_k, state.dim_v)
+        if some and layout.packed:
+            tiles = -(-state.packed_to // TILE)
+            shapes["tiles"] = ((state.n_kv_heads, tiles, layout.words), "uint32")
+        return shapes
 
     def shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return (n_kv_heads, dim) of keys and of values; zeros while the row is empty."""
@@ -131,13 +275,33 @@ class Row:
     @property
     def packed_tokens(self) -> int:
         """The position up to which tokens are in tiles; all of them where nothing is packed at all."""
-        return self._packed_to if self._layout is None or self._layout.packed else self.length
+        if self._layout is not None and not self._layout.packed:
+            return self.length
+        return self._packed_to + (self.dropped if self._packed_to else 0)
+
+    @property
+    def _kept(self) -> int:
+        return self.length - self.dropped
 
     def _packable(self) -> int:
-        """Return the position up to which tokens leave the tail: whole tiles, unless there is no tail at all."""
+        """Return the kept token up to which tokens leave the tail: whole tiles, unless there is no tail at all."""
         if self.tail_tokens == 0:
-            return self.length
-        return (self.length - self.tail_tokens) // TILE * TILE
+            return self._kept
+        return (self._kept - self.tail_tokens) // TILE * TILE
+
+    def _drop(self) -> None:
+        """Forget the oldest tokens after the sinks that the next token does not attend to."""
+        if self.token_budget is None:
+            return
+        count = window.dropped_at(self.length, self.token_budget) - self.dropped
+        if count <= 0:
+            return
+        if self._tiles is not None and self._packed_to:
+            self._tiles = self._tiles[:, count // TILE :]
+            self._packed_to -= count
+        for side in (self._k, self._v):
+            side.drop(count)
+        self.dropped += count
 
     def _pack_up_to(self, end: int) -> None:
         layout = self._layout
@@ -152,8 +316,8 @@ class Row:
             assert self._tiles is not None
             old = packing.unpack(self._tiles[:, first_tile : first_tile + 1], layout)
         fresh = Packed(
-            k=self._encoded(self._k, "k", end - start, old.k if old else None, kept, unused),
-            v=self._encoded(self._v, "v", end - start, old.v if old else None, kept, unused),
+            k=self._encoded(self._k, "k", start, end, old.k if old else None, kept, unused),
+            v=self._encoded(self._v, "v", start, end, old.v if old else None, kept, unused),
         )
         self._store(packing.pack(fresh, layout), first_tile)
         self._packed_to = end
@@ -162,15 +326,19 @@ class Row:
         self,
         side: _Side,
         name: Side,
-        count: int,
+        start: int,
+        end: int,
         old: tuple[mx.array, mx.array] | None,
         kept: int,
         unused: int,
     ) -> tuple[mx.array, mx.array] | None:
-        """Encode the oldest *count* tail tokens of *side* and fill them up to whole tiles."""
+        """Encode the oldest tail tokens of *side*, those at *start* to *end*, and fill them up to whole tiles."""
         if side.codec is FP16:
             return None
-        codes, scales = codec.encode(side.take(count), side.codec, name)
+        vectors = side.take(end - start)
+        if name == "k" and self.keys is not None:
+            vectors = self.keys.centered(vectors, start + self.dropped)
+        codes, scales = codec.encode(vectors, side.codec, name)
         if old is not None:
             codes = mx.concatenate([old[0][:, :kept], codes], axis=1)
             scales = mx.concatenate([old[1][:, :kept], scales], axis=1)
@@ -212,7 +380,7 @@ class _Side:
 
     def append(self, x: mx.array) -> None:
         self.n_heads, self.dim = x.shape[0], x.shape[2]
-        self.dtype = str(x.dtype).rsplit(".", 1)[-1]
+        self.dtype = _dtype_name(x)
         if self.codec is FP16:
             self._append_to_buffer(x)
             return
@@ -245,6 +413,28 @@ class _Side:
             self._head = self._head[:, :length] if length else None
             self._head_count = length
 
+    def drop(self, count: int) -> None:
+        """Forget the oldest *count* tokens after the sinks; where the side is packed, they are in tiles."""
+        if self.codec is not FP16:
+            return
+        assert self._head is not None
+        first, end = self._sink_tokens, self._head_count
+        self._head = mx.concatenate(
+            [self._head[:, :first], self._head[:, first + count : end]], axis=1
+        )
+        self._head_count = end - count
+
+    def export(self, name: str) -> dict[str, mx.array]:
+        raw = self.raw()
+        parts = {f"{name}_head": raw.head, f"{name}_tail": raw.tail}
+        return {part: array for part, array in parts.items() if array is not None}
+
+    def restore(self, name: str, state: RowState, dim: int, dtype: str) -> None:
+        self.n_heads, self.dim, self.dtype = state.n_kv_heads, dim, dtype
+        self._head = state.arrays.get(f"{name}_head")
+        self._head_count = 0 if self._head is None else self._head.shape[1]
+        self._tail = state.arrays.get(f"{name}_tail")
+
     def raw(self) -> RawSide:
         head = self._head
         if head is not None and head.shape[1] != self._head_count:
@@ -267,3 +457,11 @@ class _Side:
             self._head = grown
         self._head = mx.slice_update(self._head, x, mx.array([self._head_count]), (1,))
         self._head_count = end
+
+
+def _dtype_name(array: mx.array) -> str:
+    return str(array.dtype).rsplit(".", 1)[-1]
+
+
+def _shapes(arrays: Mapping[str, mx.array]) -> dict[str, tuple[tuple[int, ...], str]]:
+    return {name: (tuple(array.shape), _dtype_name(array)) for name, array in arrays.items()}

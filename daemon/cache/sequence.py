@@ -11,7 +11,7 @@ Never give these classes an attribute `bits` (mlx-lm would take its own quantize
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
@@ -23,6 +23,24 @@ from daemon.kernels.rotation import Side
 Mask = mx.array | str | None
 
 
+class Attending(Protocol):
+    """What can hand out views: attention on a view comes back to it."""
+
+    def shape_of(self, side: Side) -> tuple[int, ...]:
+        """Return (batch, n_kv_heads, tokens, dim) of the keys or the values."""
+        ...
+
+    def dtype_of(self, side: Side) -> mx.Dtype:
+        """Return the dtype that the model computed."""
+        ...
+
+    def attend(
+        self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None
+    ) -> mx.array:
+        """Attend from *queries* (B, n_heads, L, dim_k); returns (B, n_heads, L, dim_v)."""
+        ...
+
+
 class View:
     """A stand-in for the keys or the values of a cache: it has a shape and a dtype, and no numbers.
 
@@ -31,22 +49,19 @@ class View:
 
     __slots__ = ("cache", "side")
 
-    def __init__(self, cache: SequenceCache | BatchCache, side: Side) -> None:
+    def __init__(self, cache: Attending, side: Side) -> None:
         self.cache = cache
         self.side = side
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
+    def shape(self) -> tuple[int, ...]:
         """(batch, n_kv_heads, tokens, dim); as many tokens as the mask for the last update is wide."""
-        rows = self.cache.rows
-        n_heads, dim = max(row.shapes()[0 if self.side == "k" else 1] for row in rows)
-        return len(rows), n_heads, self.cache.width, dim
+        return self.cache.shape_of(self.side)
 
     @property
     def dtype(self) -> mx.Dtype:
         """The dtype that the model computed."""
-        dtype: mx.Dtype = getattr(mx, self.cache.rows[0].dtype)
-        return dtype
+        return self.cache.dtype_of(self.side)
 
     def __iter__(self) -> Any:
         raise TypeError("this cache's keys and values are packed; they can only be attended to")
@@ -59,7 +74,28 @@ class _Cache:
 
     def keys_and_values(self) -> tuple[View, View]:
         """Return views of everything stored, for layers that read another layer's cache."""
-        return View(self, "k"), View(self, "v")  # type: ignore[arg-type] # always one of the two subclasses
+        return View(self, "k"), View(self, "v")
+
+    def attend(
+        self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None
+    ) -> mx.array:
+        """Attend from *queries* (B, n_heads, L, dim_k); returns (B, n_heads, L, dim_v)."""
+        raise NotImplementedError
+
+    def shape_of(self, side: Side) -> tuple[int, ...]:
+        """Return (batch, n_kv_heads, tokens, dim) of the keys or the values."""
+        n_heads, dim = max(row.shapes()[0 if side == "k" else 1] for row in self.rows)
+        return len(self.rows), n_heads, self.width, dim
+
+    def dtype_of(self, side: Side) -> mx.Dtype:
+        """Return the dtype that the model computed."""
+        dtype: mx.Dtype = getattr(mx, self.rows[0].dtype)
+        return dtype
+
+    @property
+    def width(self) -> int:
+        """Tokens that a view shows: all that are stored."""
+        return self.size()
 
     @property
     def state(self) -> list[mx.array]:
@@ -80,11 +116,17 @@ class _Cache:
         return max((row.length for row in self.rows), default=0)
 
     def is_trimmable(self) -> bool:
-        """Return True: the newest tokens can always be forgotten."""
-        return True
+        """Return whether the newest tokens can be forgotten: always, until a token budget has dropped old ones."""
+        return not any(row.dropped for row in self.rows)
 
     def trim(self, count: int) -> int:
-        """Forget the newest *count* tokens of each row; return how many that was."""
+        """Forget the newest *count* tokens of each row; return how many that was.
+
+        Raises:
+            ValueError: a row cannot (Row.trim); then no row has changed.
+        """
+        for row in self.rows:
+            row.check_trim(count)
         return max((row.trim(count) for row in self.rows), default=0)
 
 
@@ -106,11 +148,6 @@ class SequenceCache(_Cache):
         """Tokens stored, which is the position of the next one."""
         return self.row.length
 
-    @property
-    def width(self) -> int:
-        """Tokens that a view shows: all that are stored."""
-        return self.row.length
-
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
         """Store *keys* (1, H, n, dim_k) and *values*; return views of everything stored."""
         self.row.append(keys[0], values[0])
@@ -123,6 +160,7 @@ class SequenceCache(_Cache):
         array = mask if isinstance(mask, mx.array) else None
         if array is not None and array.ndim == 4:
             array = array[0]
+        array = self.row.mask(queries.shape[2], array)
         return self._attention(queries[0], self.row.stored(), scale, array, sinks)[None]
 
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Mask:
@@ -198,7 +236,7 @@ class BatchCache(_Cache):
                 queries[index, :, :count],
                 row.stored(),
                 scale,
-                self._row_mask(mask, index, count),
+                row.mask(count, self._row_mask(mask, index, count)),
                 sinks,
             )
             outs.append(
@@ -251,8 +289,9 @@ class BatchCache(_Cache):
 
     def trim(self, count: int) -> int:
         """Forget the newest *count* tokens of each row; return how many that was."""
+        trimmed = super().trim(count)
         self._width = None
-        return super().trim(count)
+        return trimmed
 
     def _change(self, rows: list[Row]) -> None:
         self.rows, self._valid, self._width = rows, [], None

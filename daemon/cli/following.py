@@ -30,21 +30,26 @@ def last_lines(file: BinaryIO, count: int) -> bytes:
 def follow(
     path: Path, file: BinaryIO, pause: Callable[[float], None] = time.sleep
 ) -> Iterator[bytes]:
-    """Yield what is added to *path* after the position of *file*, whatever file has that name by then."""
-    while True:
-        if data := file.read(BLOCK):
-            yield data
-            continue
-        at = _stat(path)
-        if at is not None and not os.path.samestat(at, os.fstat(file.fileno())):
-            yield file.read()  # written between the last read and the rotation
-            file.close()
-            file = path.open("rb")
-            continue
-        if at is not None and at.st_size < file.tell():
-            file.seek(0)  # emptied in place
-            continue
-        pause(POLL_S)
+    """Yield what is added to *path* after the position of *file*, whatever file has that name by then.
+
+    *file* is closed at the end.
+    """
+    try:
+        while True:
+            if data := file.read(BLOCK):
+                yield data
+                continue
+            at = _stat(path)
+            if at is not None and not os.path.samestat(at, os.fstat(file.fileno())):
+                yield file.read()  # written between the last read and the rotation
+                file.close()
+                file = path.open("rb")
+            elif at is not None and at.st_size < file.tell():
+                file.seek(0)  # emptied in place
+            else:
+                pause(POLL_S)
+    finally:
+        file.close()
 
 
 def _stat(path: Path) -> os.stat_result | None:

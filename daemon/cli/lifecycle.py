@@ -16,7 +16,7 @@ from daemon.cli.waiting import wait
 from daemon.errors import ConfigError, InProgressError, NotRunningError
 from daemon.supervisor import instance
 from daemon.supervisor.client import Client
-from daemon.supervisor.control import Action, Verdict
+from daemon.supervisor.messages import Action, Verdict
 from daemon.units import parse_duration
 
 if TYPE_CHECKING:  # the group imports this module

@@ -16,7 +16,7 @@ from daemon.cli.status_table import detail, overview
 from daemon.cli.tables import console
 from daemon.cli.waiting import by_name
 from daemon.errors import DaemonUnreachableError, NotRunningError, TqdError, UnknownServerError
-from daemon.ops.status import Document, ServerStatus
+from daemon.ops.document import Document, ServerStatus
 from daemon.supervisor.client import Client
 
 if TYPE_CHECKING:  # the group imports this module
@@ -85,9 +85,8 @@ def _show_log(name: str, path: Path, lines: int, *, following: bool) -> None:
         raise TqdError(f"there is no log of {name} yet ({path}): {error.strerror}") from error
     with file:
         _write(last_lines(file, lines))
-        if following:
-            for data in follow(path, file):
-                _write(data)
+        for data in follow(path, file) if following else ():
+            _write(data)
 
 
 def _write(data: bytes) -> None:

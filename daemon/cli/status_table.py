@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from daemon.cli.waiting import failure
-from daemon.ops.status import ConfigSection, Document, ServerStatus
+from daemon.cli.waiting import failure, reason
+from daemon.ops.document import ConfigSection, Document, ServerStatus
 from daemon.units import format_size
 
 _STYLES = {
@@ -37,9 +37,9 @@ def _overview(document: Document) -> Iterator[RenderableType]:
     yield _table(document["servers"], now)
     for server in document["servers"]:
         if server["state"] in ("failed", "blocked", "backoff"):
-            yield Text(f"\n{failure(server)}", style=_STYLES[server["state"]])
-            if server["hint"]:
-                yield Text(f"  hint: {server['hint']}", style="dim")
+            yield Text(f"\n{reason(server)}", style=_STYLES[server["state"]])
+            hint = server["hint"] or f"`tqd status {server['name']}` shows its last lines"
+            yield Text(f"  hint: {hint}", style="dim")
     yield from _notes(document)
 
 
@@ -61,7 +61,7 @@ def _table(servers: list[ServerStatus], now: datetime) -> Table:
 
 
 def _row(server: ServerStatus, now: datetime) -> Iterator[RenderableType]:
-    effective = server["kv"]["effective"] if server["kv"] else None
+    kv = server["kv"]
     requests = server["requests"]
     yield Text(server["name"])
     yield Text(_state(server), style=_STYLES[server["state"]])
@@ -69,8 +69,8 @@ def _row(server: ServerStatus, now: datetime) -> Iterator[RenderableType]:
     yield Text(str(server["pid"] or ""))
     yield Text(str(server["restarts"]["total"]))
     yield Text(server["endpoint"]["url"])
-    yield Text(effective["summary"] if effective else "")
-    yield Text(f"{effective['bytes_per_token']:,.0f}" if effective else "")
+    yield Text((kv and kv["summary"]) or "")
+    yield Text(f"{kv['bytes_per_token']:,.0f}" if kv and kv["bytes_per_token"] is not None else "")
     if requests is None:
         yield Text("")
     else:
@@ -148,17 +148,19 @@ def _fact_rows(server: ServerStatus) -> Iterator[tuple[str, str]]:
 
 
 def _layers(server: ServerStatus) -> Iterator[RenderableType]:
-    effective = server["kv"]["effective"] if server["kv"] else None
-    if effective is None:
+    kv, layers = server["kv"], server["layers"]
+    if kv is None or layers is None:
         return
-    yield Text(
-        f"\nKV cache: {effective['summary']}; {effective['bytes_per_token']:,.0f} bytes per token, "
-        f"{effective['compression']:.2f}x smaller than at 16 bits ({effective['backend']})"
-    )
+    cost = f"{kv['bytes_per_token']:,.0f} bytes per token"
+    if kv["compression"] is not None:
+        cost += f", {kv['compression']:.2f}x smaller than at 16 bits"
+    yield Text(f"\nKV cache: {kv['summary']}; {cost} ({kv['backend']})")
+    for warning in kv["warnings"]:
+        yield Text(f"note: {warning}")
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("LAYERS", "KIND", "REQUESTED", "EFFECTIVE", "REASON"):
         table.add_column(name)
-    for group in effective["layers"]:
+    for group in layers:
         first, last = group["first"], group["last"]
         span = str(first) if first == last else f"{first}-{last}"
         row = (span, group["kind"], group["requested"], group["effective"], group["reason"] or "")

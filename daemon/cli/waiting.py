@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -10,9 +11,9 @@ from typing import Literal
 from rich.console import Console
 
 from daemon.errors import InProgressError, TqdError
-from daemon.ops.status import Document, ServerStatus
+from daemon.ops.document import Document, ServerStatus
 from daemon.supervisor.client import Client
-from daemon.supervisor.control import Action
+from daemon.supervisor.messages import Action
 
 POLL_S = 0.2
 
@@ -31,6 +32,9 @@ def wait(client: Client, action: Action, before: Mapping[str, int], timeout_s: f
         while True:
             servers = by_name(client.status())
             outcomes = {name: outcome(action, servers.get(name), before[name]) for name in before}
+            gone = [name for name, it in outcomes.items() if it == "failed" and name not in servers]
+            if gone:
+                raise TqdError(f"{', '.join(gone)} is no longer in servers.yaml")
             failed = [servers[name] for name, it in outcomes.items() if it == "failed"]
             if failed:
                 raise TqdError("\n".join(map(failure, failed)), hint=_hint(failed))
@@ -50,7 +54,7 @@ def wait(client: Client, action: Action, before: Mapping[str, int], timeout_s: f
 def outcome(action: Action, server: ServerStatus | None, launch_before: int) -> Outcome:
     """Return how far *server* is; None is one that is no longer in servers.yaml."""
     if server is None:
-        return "done" if action == "stop" else "waiting"
+        return "done" if action == "stop" else "failed"
     state = server["state"]
     if action == "stop":
         return "done" if state == "stopped" else "waiting"
@@ -60,8 +64,8 @@ def outcome(action: Action, server: ServerStatus | None, launch_before: int) -> 
     return "failed" if state in ("failed", "blocked", "stopped") else "waiting"
 
 
-def failure(server: ServerStatus) -> str:
-    """Return why *server* does not run, with the last lines that its worker wrote."""
+def reason(server: ServerStatus) -> str:
+    """Return why *server* does not run, in a line."""
     text = f"{server['name']} is {server['state']}"
     if server["reason"]:
         text += f": {server['reason']}"
@@ -69,10 +73,30 @@ def failure(server: ServerStatus) -> str:
     if server["state"] == "failed" and last is not None:
         code = last["code"]
         how = f"signal {-code}" if code is not None and code < 0 else f"code {code}"
-        text += "".join(
-            f"\n  {line}" for line in (f"the last worker ended with {how}:", *last["tail"])
-        )
+        text += f" (the last worker ended with {how})"
     return text
+
+
+def failure(server: ServerStatus) -> str:
+    """Return why *server* does not run, with the last lines that its worker wrote."""
+    last = server["last_exit"]
+    if server["state"] != "failed" or last is None:
+        return reason(server)
+    lines = [line for written in last["tail"] for line in _readable(written)]
+    return "\n  ".join([reason(server), *lines])
+
+
+def _readable(line: str) -> list[str]:
+    """Return a line of a worker's log as people read it: JSON opened up, a traceback on lines of its own."""
+    try:
+        entry = json.loads(line)
+        event, level = entry.pop("event"), entry.pop("level")
+    except (ValueError, AttributeError, KeyError):
+        return [line]
+    traceback = str(entry.pop("exception", "")).splitlines()
+    moment = entry.pop("timestamp", "")
+    fields = " ".join(f"{key}={value}" for key, value in entry.items())
+    return [f"{moment} {level} {event} {fields}".strip(), *(f"  {part}" for part in traceback)]
 
 
 def by_name(document: Document) -> dict[str, ServerStatus]:

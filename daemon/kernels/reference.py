@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from daemon.kernels import codec, packing, rotation
+from daemon.kernels.keys import KeyTransform
 from daemon.kernels.rotation import Side
 from daemon.kernels.stored import RawSide, Stored
 from daemon.policy.schemes import FP16, Codec
@@ -90,8 +91,12 @@ def _scores(
     if packed is None:
         return queries @ raw.joined().astype(mx.float32).swapaxes(-1, -2)
     codes, scales = _in_range(packed, stored)
-    rotated = rotation.rotate(queries, "k")
+    keys = stored.keys
+    rotated = rotation.rotate(queries if keys is None else keys.scaled(queries), "k")
     middle = (rotated @ codec.decode(codes, kind).swapaxes(-1, -2)) * scales[:, None]
+    bias = None if keys is None else keys.bias(queries, *stored.packed_positions)
+    if bias is not None:
+        middle = middle + bias
     outer = [
         None if part is None else queries @ part.astype(mx.float32).swapaxes(-1, -2)
         for part in (raw.head, raw.tail)
@@ -151,17 +156,30 @@ def _attend_dequantized(
     packed = packing.unpack(stored.tiles_in_use(), stored.layout)
     kind = queries.dtype
     keys, values = stored.layout.k, stored.layout.v
-    if keys is not FP16:
-        queries = rotation.rotate(queries, "k").astype(kind)
+    if stored.keys is not None and packed.k is not None:
+        whole = _restored_keys(stored, packed.k, stored.keys)
+    else:
+        whole = _dequantized(stored.k, packed.k, keys, "k", stored)
+        queries = queries if keys is FP16 else rotation.rotate(queries, "k").astype(kind)
     out = _sdpa(
         queries,
-        _dequantized(stored.k, packed.k, keys, "k", stored).astype(kind),
+        whole.astype(kind),
         _dequantized(stored.v, packed.v, values, "v", stored).astype(kind),
         scale,
         mask,
         sinks,
     )
     return out if values is FP16 else rotation.unrotate(out, "v").astype(kind)
+
+
+def _restored_keys(
+    stored: Stored, packed: tuple[mx.array, mx.array], keys: KeyTransform
+) -> mx.array:
+    """Return all keys in the model's own basis: their mean depends on the position and cannot stay in the queries."""
+    codes, scales = _in_range(packed, stored)
+    centered = codec.reconstruct(codes, scales, stored.layout.k, "k")
+    parts = [stored.k.head, keys.restored(centered, stored.packed_positions[0]), stored.k.tail]
+    return mx.concatenate([part for part in parts if part is not None], axis=1)
 
 
 def _dequantized(

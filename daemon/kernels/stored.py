@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from daemon.kernels.keys import KeyTransform
 from daemon.kernels.packing import TILE, TileLayout
 
 
@@ -31,6 +32,8 @@ class Stored:
     """Tokens 0 to *length* of one sequence, in order; those from *packed_from* to *packed_to* are in *tiles*.
 
     *tiles* is uint32 (H, capacity, words); token p is in tile p // 32, and slots below *packed_from* are unused.
+    Where a token budget has taken tokens out after the sinks, the tokens after them have closed up: from
+    the sinks on, token p was computed at position p + *dropped*.
     """
 
     layout: TileLayout
@@ -41,6 +44,14 @@ class Stored:
     k: RawSide
     v: RawSide
     n_kv_heads: int
+    dropped: int = 0
+    keys: KeyTransform | None = None
+    """What was taken off packed keys; keys in full precision are as the model computed them."""
+
+    @property
+    def packed_positions(self) -> tuple[int, int]:
+        """The positions at which the first packed token was computed, and the one after the last."""
+        return self.packed_from + self.dropped, self.packed_to + self.dropped
 
     def tiles_in_use(self) -> mx.array:
         """Return the tiles that hold tokens, without spare capacity."""

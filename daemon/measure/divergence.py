@@ -18,8 +18,9 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from daemon.cache.build import convert
 from daemon.cache.row import Row
-from daemon.cache.sequence import BatchCache
+from daemon.cache.sequence import SequenceCache
 
 PREFILL_CHUNK = 512
 
@@ -78,11 +79,8 @@ def decode(model: Any, windows: Sequence[Window], make_row: MakeRow) -> Floats:
     Returns:
         log-probabilities, float64 of shape (windows, scored tokens, vocab).
     """
-    n_layers = len(windows[0].caches)
-    batch = [
-        BatchCache([_converted(window.caches[layer], make_row(layer)) for window in windows])
-        for layer in range(n_layers)
-    ]
+    converted = [convert(window.caches, make_row) for window in windows]
+    batch = [SequenceCache.merge(layer) for layer in zip(*converted, strict=True)]
     tokens = mx.array([window.tokens for window in windows])
     steps = []
     for position in range(tokens.shape[1] - 1):
@@ -91,13 +89,6 @@ def decode(model: Any, windows: Sequence[Window], make_row: MakeRow) -> Floats:
         mx.eval(logprobs)
         steps.append(np.array(logprobs))
     return np.stack(steps, axis=1).astype(np.float64)
-
-
-def _converted(cache: KVCache, row: Row) -> Row:
-    keys, values = cache.keys_and_values()
-    row.append(keys[0], values[0])
-    row.pack()
-    return row
 
 
 def compare(reference: Floats, quantized: Floats) -> Divergence:

@@ -8,7 +8,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from daemon.config.address import Endpoint, is_loopback
-from daemon.ops.status import Document, ServerStatus
+from daemon.ops.document import Document, ServerStatus
 
 
 class Source(Protocol):

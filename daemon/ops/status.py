@@ -1,8 +1,7 @@
 """The status document: everything an operator asks about, from what the supervisor already knows.
 
 Building it asks nobody anything: a hung worker cannot hang it, and each worker's numbers say when they
-were sampled. Bytes are integers, durations seconds, moments ISO 8601 in UTC. A section that nothing is
-known about is null.
+were sampled.
 """
 
 from __future__ import annotations
@@ -12,236 +11,30 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal, TypedDict
 
 from daemon.config.prepare import PreparedServer
+from daemon.config.wire import KvReport
 from daemon.errors import Problem
-from daemon.supervisor.lifecycle import Desired, LastExit, Server, State
+from daemon.ops.document import (
+    SCHEMA,
+    ConfigSection,
+    Document,
+    ExitStatus,
+    Fallback,
+    Kv,
+    LayerGroup,
+    Memory,
+    ModelStatus,
+    ProblemStatus,
+    Requests,
+    ServerStatus,
+    Throughput,
+    Verdict,
+)
 from daemon.supervisor.plan import Fleet
 from daemon.supervisor.reload import ConfigStatus
+from daemon.supervisor.server import Desired, LastExit, Server, State
 from daemon.supervisor.workers import Report
-
-SCHEMA = 1  # raised when a key changes its meaning or goes away; new keys do not raise it
-
-Verdict = Literal["ok", "degraded", "failing"]
-
-
-class DaemonStatus(TypedDict):
-    """The supervisor itself. *status_endpoint* is null when it is off or could not be opened."""
-
-    version: str
-    pid: int
-    started_at: str
-    uptime_s: float
-    host: str
-    platform: str
-    state: Literal["running", "stopping"]
-    verdict: Verdict
-    state_dir: str
-    status_endpoint: str | None
-    status_endpoint_error: str | None
-
-
-class ProblemStatus(TypedDict):
-    """One thing wrong with the file on disk."""
-
-    file: str
-    line: int
-    col: int
-    path: str
-    message: str
-    hint: str | None
-
-
-class ConfigSection(TypedDict):
-    """What is on disk against what is in force."""
-
-    path: str
-    state: str
-    in_sync: bool
-    hash_on_disk: str | None
-    hash_applied: str | None
-    applied_at: str | None
-    last_attempt_at: str | None
-    generation: int
-    reload: str
-    errors: list[ProblemStatus]
-    warnings: list[str]
-    pending: list[str]
-
-
-class Health(TypedDict):
-    """*live*: there is a process that speaks; *ready*: it can take requests now."""
-
-    live: bool
-    ready: bool
-    heartbeat_age_s: float | None
-
-
-class Restarts(TypedDict):
-    """Restarts after failures."""
-
-    total: int
-    in_window: int
-    max: int
-    consecutive_failures: int
-    next_attempt_at: str | None
-
-
-class ExitStatus(TypedDict):
-    """How the last worker ended; *code* is negative for a signal."""
-
-    launch: int
-    code: int | None
-    at: str
-    classified: str
-    tail: list[str]
-
-
-class Endpoint(TypedDict):
-    """Where the server answers."""
-
-    host: str
-    port: int
-    url: str
-
-
-class ModelStatus(TypedDict):
-    """The loaded model."""
-
-    id: str
-    path: str
-    model_type: str
-    layers: int
-    max_context: int
-    device: str
-    mlx_version: str
-    mlx_lm_version: str
-
-
-class Requests(TypedDict):
-    """Requests now, and since the worker started."""
-
-    running: int
-    waiting: int
-    capacity: int
-    total: int
-    errors: int
-    rejected: int
-    cancelled: int
-
-
-class Throughput(TypedDict):
-    """Tokens, over the last minute and since the worker started."""
-
-    prompt_tps: float
-    decode_tps: float
-    window_s: int
-    prompt_tokens_total: int
-    generation_tokens_total: int
-
-
-class Memory(TypedDict):
-    """Bytes that the worker reports."""
-
-    weights_bytes: int
-    kv_bytes: int
-    mlx_active_bytes: int
-    mlx_cache_bytes: int
-    mlx_peak_bytes: int
-
-
-class KvRequested(TypedDict):
-    """What servers.yaml and the named policy ask for."""
-
-    policy: str
-    k: str
-    v: str
-    boundary_v: int
-    boundary_mode: str
-    sink_tokens: int
-    tail_tokens: int
-    strict: bool
-
-
-class KvLayers(TypedDict):
-    """Adjacent layers that got the same treatment."""
-
-    first: int
-    last: int
-    kind: str
-    requested: str
-    effective: str
-    reason: str | None
-
-
-class KvEffective(TypedDict):
-    """What the worker built, and what it measured."""
-
-    summary: str
-    modes: dict[str, int]
-    layers: list[KvLayers]
-    warnings: list[str]
-    backend: str
-    bytes_per_token: float
-    bytes_per_token_fp16: float
-    compression: float
-    tokens_live: int | None
-    bytes_live: int | None
-
-
-class Kv(TypedDict):
-    """The KV policy as requested and as it is."""
-
-    requested: KvRequested
-    effective: KvEffective | None
-
-
-class ServerStatus(TypedDict):
-    """One server."""
-
-    name: str
-    aliases: list[str]
-    labels: dict[str, str]
-    enabled: bool
-    desired: str
-    desired_source: str
-    state: str
-    state_since: str
-    reason: str | None
-    reason_code: str | None
-    hint: str | None
-    health: Health
-    pid: int | None
-    launch: int
-    started_at: str | None
-    ready_at: str | None
-    load_s: float | None
-    load_stage: str | None
-    load_progress: float | None
-    restarts: Restarts
-    last_exit: ExitStatus | None
-    endpoint: Endpoint
-    spec_hash: str
-    worker_spec_hash: str | None
-    log_path: str
-    model: ModelStatus | None
-    model_requested: str
-    requests: Requests | None
-    throughput: Throughput | None
-    memory: Memory | None
-    kv: Kv | None
-    sampled_at: str | None
-
-
-class Document(TypedDict):
-    """The whole document."""
-
-    schema: int
-    now: str
-    daemon: DaemonStatus
-    config: ConfigSection
-    servers: list[ServerStatus]
 
 
 @dataclass(frozen=True)
@@ -360,6 +153,7 @@ def server_status(view: View, server: Server) -> ServerStatus:
         "throughput": _throughput(report),
         "memory": _memory(report),
         "kv": _kv(prepared, report),
+        "layers": _layers(report),
         "sampled_at": moment(view.wall(report.sampled_at))
         if report and report.sampled_at is not None
         else None,
@@ -497,6 +291,8 @@ def _kv(prepared: PreparedServer | None, report: Report | None) -> Kv | None:
     if prepared is None:
         return None
     asked = prepared.kv
+    built = report.ready.kv if report and report.ready else None
+    now = report.snapshot if report and built else None
     return {
         "requested": {
             "policy": asked.policy,
@@ -508,35 +304,45 @@ def _kv(prepared: PreparedServer | None, report: Report | None) -> Kv | None:
             "tail_tokens": asked.tail_tokens,
             "strict": asked.strict,
         },
-        "effective": _effective(report),
-    }
-
-
-def _effective(report: Report | None) -> KvEffective | None:
-    if report is None or report.ready is None:
-        return None
-    kv, now = report.ready.kv, report.snapshot
-    return {
-        "summary": kv.summary,
-        "modes": dict(kv.effective),
-        "layers": [
-            {
-                "first": layer.first,
-                "last": layer.last,
-                "kind": layer.kind,
-                "requested": layer.requested,
-                "effective": layer.effective,
-                "reason": layer.reason,
-            }
-            for layer in kv.layers
-        ],
-        "warnings": list(kv.warnings),
-        "backend": kv.backend,
-        "bytes_per_token": kv.bytes_per_token,
-        "bytes_per_token_fp16": kv.bytes_per_token_fp16,
-        "compression": round(kv.bytes_per_token_fp16 / kv.bytes_per_token, 3)
-        if kv.bytes_per_token
-        else 1.0,
+        "summary": built.summary if built else None,
+        "effective_modes": dict(built.effective) if built else None,
+        "fallbacks": _fallbacks(built) if built else None,
+        "warnings": list(built.warnings) if built else [],
+        "backend": built.backend if built else None,
+        "bytes_per_token": built.bytes_per_token if built else None,
+        "bytes_per_token_fp16": built.bytes_per_token_fp16 if built else None,
+        "compression": _compression(built) if built else None,
         "tokens_live": now.kv_tokens if now else None,
         "bytes_live": now.kv_bytes if now else None,
     }
+
+
+def _fallbacks(built: KvReport) -> list[Fallback]:
+    return [
+        {"layers": [layer.first, layer.last], "mode": layer.effective, "reason": layer.reason}
+        for layer in built.layers
+        if layer.effective != layer.requested
+    ]
+
+
+def _compression(built: KvReport) -> float | None:
+    """Return how many times smaller a token is than in a 16-bit cache; None where nothing grows."""
+    if not built.bytes_per_token:
+        return None
+    return round(built.bytes_per_token_fp16 / built.bytes_per_token, 3)
+
+
+def _layers(report: Report | None) -> list[LayerGroup] | None:
+    if report is None or report.ready is None:
+        return None
+    return [
+        {
+            "first": layer.first,
+            "last": layer.last,
+            "kind": layer.kind,
+            "requested": layer.requested,
+            "effective": layer.effective,
+            "reason": layer.reason,
+        }
+        for layer in report.ready.kv.layers
+    ]

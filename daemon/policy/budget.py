@@ -22,7 +22,7 @@ class KvCost:
     """What one token more of context costs once a sequence is long, and what never grows.
 
     The first two count the layers that keep every token. *window_bytes* is the most that all layers
-    with a window keep for one sequence; *constant_layers* keep a state whose size only the loaded
+    with a window or a token budget keep for one sequence; *constant_layers* keep a state whose size only the loaded
     model knows, the same for every context length.
     """
 
@@ -59,15 +59,14 @@ class Fit:
 def kv_cost(policy: ResolvedPolicy, arch: Architecture) -> KvCost:
     """Return what a token costs under *policy*, and in a 16-bit cache."""
     pairs = list(zip(policy.layers, arch.layers, strict=True))
-    windows = [layer for layer in arch.layers if layer.window is not None]
+    growing = [(plan, layer) for plan, layer in pairs if layer.grows and not plan.token_budget]
+    bounded = [
+        _layer_bytes(plan, layer, layer.window or plan.token_budget or 0) for plan, layer in pairs
+    ]
     return KvCost(
-        bytes_per_token=sum(
-            _token_bytes(layer, plan.effective) for plan, layer in pairs if layer.grows
-        ),
-        bytes_per_token_fp16=sum(
-            _token_bytes(layer, _EXACT) for layer in arch.layers if layer.grows
-        ),
-        window_bytes=sum(_exact_bytes(layer, layer.window or 0) for layer in windows),
+        bytes_per_token=sum(_token_bytes(layer, plan.effective) for plan, layer in growing),
+        bytes_per_token_fp16=sum(_token_bytes(layer, _EXACT) for _, layer in growing),
+        window_bytes=sum(bounded),
         constant_layers=sum(layer.kind is LayerKind.RECURRENT for layer in arch.layers),
     )
 
@@ -77,7 +76,8 @@ def kv_bytes(
 ) -> int:
     """Return the bytes of *sequences* live sequences of *context_tokens* each.
 
-    Sinks, and the tail at its fullest, count at 16 bits; layers with a window keep no more than it;
+    Sinks, and the tail at its fullest, count at 16 bits; layers with a window or a token budget keep
+    no more than it;
     the states of recurrent layers, which do not grow, are left out.
     """
     pairs = zip(policy.layers, arch.layers, strict=True)
@@ -127,6 +127,8 @@ def _layer_bytes(plan: LayerPlan, layer: Layer, tokens: int) -> int:
         return 0
     if layer.window is not None:
         return _exact_bytes(layer, min(tokens, layer.window))
+    if plan.token_budget is not None:
+        tokens = min(tokens, plan.token_budget)
     if plan.effective == _EXACT:
         return _exact_bytes(layer, tokens)
     tail = plan.tail_tokens

@@ -29,6 +29,23 @@ def check_tail(tail_tokens: int | None, path: str) -> None:
         )
 
 
+def least_token_budget(sink_tokens: int, tail_tokens: int) -> int:
+    """Return the smallest token budget that these sinks, a tail at its fullest and one packed tile fit in."""
+    return -(-(sink_tokens + tail_tokens + 2 * TILE_TOKENS) // TILE_TOKENS) * TILE_TOKENS
+
+
+def check_token_budget(token_budget: int, path: str, *, sink_tokens: int, tail_tokens: int) -> None:
+    """Refuse a token budget that sinks and tail do not fit in; raises PolicyError at *path*."""
+    least = least_token_budget(sink_tokens, tail_tokens)
+    if token_budget < least:
+        raise PolicyError(
+            path,
+            f"{token_budget} is too little for {sink_tokens} sink tokens, a tail of up to"
+            f" {tail_tokens + TILE_TOKENS - 1} tokens and a tile of {TILE_TOKENS}",
+            hint=f"write {least} or more",
+        )
+
+
 def check_rules(rules: Sequence[LayerRule]) -> None:
     """Refuse rules that could not be right for any model.
 
@@ -40,9 +57,12 @@ def check_rules(rules: Sequence[LayerRule]) -> None:
         _check_match(rule.match, f"{path}.match")
         check_tail(rule.tail_tokens, f"{path}.tail_tokens")
         check_scheme(rule.mode, rule.k, rule.v, path)
+        _check_tiles(rule.token_budget, f"{path}.token_budget")
         if not rule.model_fields_set - {"match"}:
             raise PolicyError(
-                path, "the rule sets nothing", hint="write mode, k, v, sink_tokens or tail_tokens"
+                path,
+                "the rule sets nothing",
+                hint="write mode, k, v, sink_tokens, tail_tokens or token_budget",
             )
 
 
@@ -87,6 +107,16 @@ def matching(match: Match, layers: Sequence[Layer], path: str) -> frozenset[int]
     if not wanted or min(wanted) < 0 or max(wanted) >= len(layers):
         raise PolicyError(path, f"no such layers: {_shown(match)}", hint=_inventory(layers))
     return frozenset(wanted)
+
+
+def _check_tiles(token_budget: int | None, path: str) -> None:
+    if token_budget is not None and token_budget % TILE_TOKENS:
+        below = token_budget // TILE_TOKENS * TILE_TOKENS
+        raise PolicyError(
+            path,
+            f"{token_budget} is not a multiple of {TILE_TOKENS}: tokens are dropped by tiles of {TILE_TOKENS}",
+            hint=f"write {below} or {below + TILE_TOKENS}",
+        )
 
 
 def _check_match(match: Match, path: str) -> None:

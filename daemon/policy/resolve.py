@@ -31,6 +31,7 @@ from daemon.policy.schemes import (
     parse_scheme,
 )
 from daemon.policy.spec import KvRequest, KvSpec, NamedPolicy
+from daemon.policy.token_budgets import TokenBudgets
 from daemon.policy.wishes import NO_CACHE, Wish, wishes
 
 LOW_GAIN = 0.3  # below this share of layers that grow, quantizing them changes little
@@ -111,8 +112,9 @@ class LayerPlan:
     """What one layer gets.
 
     *boundary* says what a boundary layer keeps in more bits, such as `V int8`. *rotation* says how
-    the vectors are rotated before they are packed: not at all in full precision, where there are no
-    sinks and no tail either.
+    the vectors are rotated before they are packed: not at all in full precision, where there is no
+    tail either, and no sinks. *token_budget* is the most tokens that any token attends to there, the
+    sinks (in full precision too) and the newest ones; None: all.
     """
 
     index: int
@@ -124,6 +126,7 @@ class LayerPlan:
     sink_tokens: int = 0
     tail_tokens: int = 0
     rotation: str | None = None
+    token_budget: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,17 +170,19 @@ def resolve(request: KvRequest, arch: Architecture, *, allowed: str | None) -> R
     """
     asked, warnings = wishes(request, arch)
     plans = [_plan(wish, arch, allowed) for wish in asked]
+    budgets = TokenBudgets.of(asked, arch)
     if request.strict:
         _refuse_fallbacks([plan for plan in plans if _fell_back(plan)])
+        budgets.refuse_missing()
     warnings += _fallback_warnings(asked, plans, arch)
     if allowed is not None and any(plan.effective.low_bit_keys for plan in plans):
         warnings.append(f"keys at 4 bits or fewer are allowed here: {allowed}")
     boundaries = Boundaries.of(request, arch)
-    plans = [_raised(plan, boundaries) for plan in plans]
+    plans = [_budgeted(_raised(plan, boundaries), budgets) for plan in plans]
     plans = [_finished(plan, arch.layers[plan.index], plans) for plan in plans]
     return ResolvedPolicy(
         layers=tuple(plans),
-        warnings=(*request.warnings, *warnings, *boundaries.warnings),
+        warnings=(*request.warnings, *warnings, *boundaries.warnings, *budgets.warnings),
         summary=summarize(plans),
     )
 
@@ -356,6 +361,11 @@ def _raised(plan: LayerPlan, boundaries: Boundaries) -> LayerPlan:
     return replace(plan, effective=effective, reason=reason, boundary=note)
 
 
+def _budgeted(plan: LayerPlan, budgets: TokenBudgets) -> LayerPlan:
+    reason = "; ".join(filter(None, (plan.reason, budgets.note(plan.index))))
+    return replace(plan, token_budget=budgets.granted.get(plan.index), reason=reason or None)
+
+
 def _finished(plan: LayerPlan, layer: Layer, plans: Sequence[LayerPlan]) -> LayerPlan:
     """Return *plan* with its rotation, or with what the layer it shares a cache with has."""
     if layer.source is not None:
@@ -367,9 +377,11 @@ def _finished(plan: LayerPlan, layer: Layer, plans: Sequence[LayerPlan]) -> Laye
             reason=f"reads the cache of layer {layer.source}",
             sink_tokens=0,
             tail_tokens=0,
+            token_budget=source.token_budget,
         )
     if plan.effective == _EXACT:
-        return replace(plan, sink_tokens=0, tail_tokens=0)
+        sink_tokens = plan.sink_tokens if plan.token_budget else 0
+        return replace(plan, sink_tokens=sink_tokens, tail_tokens=0)
     keys, values = rotation(layer.head_dim_k), rotation(layer.head_dim_v)
     if plan.effective.k is FP16 or keys == values:
         return replace(plan, rotation=values)
@@ -410,11 +422,12 @@ def summarize(plans: Sequence[LayerPlan]) -> str:
     total = len(plans)
     own = [plan for plan in plans if plan.kind is not LayerKind.SHARED]
     quantized = [plan for plan in own if plan.effective != _EXACT]
+    budgeted = Counter(plan.token_budget for plan in own if plan.token_budget)
+    lossy = [f"{n} keep{'s' * (n == 1)} {budget:,} tokens" for budget, n in budgeted.items()]
     if not quantized:
         asked = sorted({plan.requested for plan in own} - {_EXACT.name})
-        return f"fp16 on {total} of {total} layers" + (
-            f"; {', '.join(asked)} was asked for" if asked else ""
-        )
+        said = f"{', '.join(asked)} was asked for" if asked else ""
+        return "; ".join(filter(None, (f"fp16 on {total} of {total} layers", said, *lossy)))
     plain = Counter(plan.effective.name for plan in quantized if plan.boundary is None)
     parts = [", ".join(f"{name} on {count} of {total} layers" for name, count in plain.items())]
     raised = Counter(plan.boundary for plan in own if plan.boundary is not None)
@@ -423,4 +436,4 @@ def summarize(plans: Sequence[LayerPlan]) -> str:
     parts += [f"{count} {kind} fp16" for kind, count in exact.items()]
     if shared := total - len(own):
         parts.append(f"{shared} read another layer's cache")
-    return "; ".join(filter(None, parts))
+    return "; ".join(filter(None, [*parts, *lossy]))

@@ -38,8 +38,9 @@ class LayerRule(FrozenModel):
     tail_tokens: Annotated[int, Field(ge=0, le=65536)] | None = Field(
         None, description="Newest tokens kept in full precision."
     )
-    token_budget: int | None = later(
-        None, "Keep the sinks and the newest tokens of this layer, drop the middle (lossy)."
+    token_budget: Annotated[int, Field(ge=32)] | None = Field(
+        None,
+        description="Keep the sinks and the newest tokens of this layer, this many in all, drop the middle (lossy); a multiple of 32.",
     )
 
 

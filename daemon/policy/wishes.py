@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from daemon.policy.architecture import Architecture, Layer, LayerKind
-from daemon.policy.matching import matching
+from daemon.policy.matching import check_token_budget, matching
 from daemon.policy.schemes import Scheme, parse_codec, parse_scheme
 from daemon.policy.spec import KvRequest, LayerRule
 
@@ -26,13 +26,15 @@ class Wish:
     by_rule: bool
     sink_tokens: int
     tail_tokens: int
+    token_budget: int | None = None
 
 
 def wishes(request: KvRequest, arch: Architecture) -> tuple[list[Wish], list[str]]:
     """Return what is asked for every layer, and warnings about rules without effect.
 
     Raises:
-        PolicyError: a rule matches no layer, or one that the model does not have.
+        PolicyError: a rule matches no layer, or one that the model does not have, or its token budget
+            has no room for the layer's sinks and tail.
     """
     base = Scheme(parse_codec(request.k, "k"), parse_codec(request.v, "v"))
     asked = [
@@ -40,11 +42,22 @@ def wishes(request: KvRequest, arch: Architecture) -> tuple[list[Wish], list[str
         for layer in arch.layers
     ]
     warnings = []
+    budget_rules: dict[int, int] = {}
     for i, rule in enumerate(request.layers):
         matched = matching(rule.match, arch.layers, f"layers.{i}.match")
         if all(arch.layers[index].kind in NO_CACHE for index in matched):
             warnings.append(f"layers.{i} has no effect: its layers hold no KV cache of their own")
         asked = [_ruled(wish, rule) if wish.layer.index in matched else wish for wish in asked]
+        if rule.token_budget is not None:
+            budget_rules |= dict.fromkeys(matched, i)
+    for wish in asked:
+        if wish.token_budget is not None:
+            check_token_budget(
+                wish.token_budget,
+                f"layers.{budget_rules[wish.layer.index]}.token_budget",
+                sink_tokens=wish.sink_tokens,
+                tail_tokens=wish.tail_tokens,
+            )
     return asked, warnings
 
 
@@ -63,4 +76,5 @@ def _ruled(wish: Wish, rule: LayerRule) -> Wish:
         by_rule=wish.by_rule or (given and rule.match != "all"),
         sink_tokens=wish.sink_tokens if rule.sink_tokens is None else rule.sink_tokens,
         tail_tokens=wish.tail_tokens if rule.tail_tokens is None else rule.tail_tokens,
+        token_budget=wish.token_budget if rule.token_budget is None else rule.token_budget,
     )

@@ -19,13 +19,13 @@ from daemon.errors import (
     TqdError,
     UnknownServerError,
 )
-from daemon.ops.status import Document
+from daemon.ops.document import Document
 from daemon.paths import StateDir
-from daemon.supervisor.control import Action, Change, Verdict
 from daemon.supervisor.instance import holder
+from daemon.supervisor.messages import Action, Change, Verdict
 
 TIMEOUT_S = 10.0
-RELOAD_TIMEOUT_S = 120.0  # a pass reads models' headers, and may wait to see a removal confirmed
+PASS_TIMEOUT_S = 120.0  # a pass reads models' headers, and may wait to see a removal confirmed
 
 _ERRORS: Mapping[int, type[TqdError]] = {
     error.exit_code: error
@@ -54,7 +54,9 @@ class Client:
     def act(self, action: Action, names: Sequence[str] | None) -> dict[str, int]:
         """Start, stop or restart *names*, or all; return the launch that each had before."""
         body = {"servers": None if names is None else list(names)}
-        return cast("dict[str, int]", self._call("POST", f"/{action}", body)["launches"])
+        return cast(
+            "dict[str, int]", self._call("POST", f"/{action}", body, PASS_TIMEOUT_S)["launches"]
+        )
 
     def reload(self) -> Verdict:
         """Make the daemon read its configuration again.
@@ -62,11 +64,11 @@ class Client:
         Raises:
             ConfigError: it was refused; what runs goes on as before.
         """
-        return cast("Verdict", self._call("POST", "/reload", timeout_s=RELOAD_TIMEOUT_S))
+        return cast("Verdict", self._call("POST", "/reload", timeout_s=PASS_TIMEOUT_S))
 
     def diff(self) -> list[Change]:
         """Return what `reload` would do; raises as `reload` does."""
-        return cast("list[Change]", self._call("GET", "/diff", timeout_s=RELOAD_TIMEOUT_S)["steps"])
+        return cast("list[Change]", self._call("GET", "/diff", timeout_s=PASS_TIMEOUT_S)["steps"])
 
     def shut_down(self) -> int:
         """Begin to end the daemon; return its pid."""

@@ -12,19 +12,21 @@ from pathlib import Path
 from daemon.config import diff as differ
 from daemon.config.spec import DaemonSpec
 from daemon.errors import ConfigError, Problem, TqdError, UnknownServerError
-from daemon.ops.status import Document, ServerStatus, View, document, server_status, unready
+from daemon.log import get_logger
+from daemon.ops.document import Document, ServerStatus
+from daemon.ops.status import View, document, server_status, unready
 from daemon.paths import StateDir
-from daemon.supervisor import lifecycle, plan
-from daemon.supervisor.control import Action, Change, Verdict
+from daemon.supervisor import events, plan
 from daemon.supervisor.desired import DesiredState
-from daemon.supervisor.lifecycle import Desired, Server
+from daemon.supervisor.messages import Action, Change, Verdict
 from daemon.supervisor.reconcile import Reconciler
 from daemon.supervisor.reload import Configuration
+from daemon.supervisor.server import Desired, Server
 
-_EVENTS: Mapping[Action, lifecycle.Event] = {
-    "start": lifecycle.Start(),
-    "stop": lifecycle.Stop(),
-    "restart": lifecycle.Restart(),
+_EVENTS: Mapping[Action, events.Event] = {
+    "start": events.Start(),
+    "stop": events.Stop(),
+    "restart": events.Restart(),
 }
 
 
@@ -51,8 +53,7 @@ class DaemonCommands:
         self._log_path = log_path
         self._version = importlib.metadata.version("tqd")
         self._started = clock()
-        # moments are counted from here: setting the system's clock does not reorder them
-        self._epoch = time.time() - self._started
+        self._log = get_logger()
 
     def status(self) -> Document:
         """Return the status document."""
@@ -71,12 +72,13 @@ class DaemonCommands:
         """Start, stop or restart *names*, or all that are enabled; return the launch each had before."""
         if self._reconciler.fleet.closing:
             raise TqdError("the daemon is shutting down", hint="`tqd start` once it has ended")
+        if action != "stop":
+            await self._configuration.look_for_files()  # some may have appeared since
         servers = self._servers(action, names)
         said = Desired.STOPPED if action == "stop" else Desired.RUNNING
         self._desired.say([server.name for server in servers], said)
         for server in servers:
             await self._reconciler.submit(plan.Told(server.name, _EVENTS[action]))
-        self._configuration.recheck()  # a model may have appeared since
         return {server.name: server.launches for server in servers}
 
     async def reload(self) -> Verdict:
@@ -95,6 +97,7 @@ class DaemonCommands:
     def shut_down(self) -> None:
         """Begin to end the daemon; a second time, stop waiting for running requests."""
         closing = self._reconciler.fleet.closing
+        self._log.info("daemon.stopping", hastened=closing)
         self._reconciler.tell(plan.Hasten() if closing else plan.Close())
 
     def _servers(self, action: Action, names: Sequence[str] | None) -> list[Server]:
@@ -121,11 +124,11 @@ class DaemonCommands:
         )
 
     def _view(self) -> View:
-        reconciler = self._reconciler
+        reconciler, now, wall_now = self._reconciler, self._clock(), time.time()
         daemon = reconciler.wanted.daemon
         return View(
-            now=self._clock(),
-            wall=lambda at: datetime.fromtimestamp(self._epoch + at, UTC),
+            now=now,
+            wall=lambda at: datetime.fromtimestamp(wall_now - (now - at), UTC),
             fleet=reconciler.fleet,
             prepared=reconciler.wanted.servers,
             reports=reconciler.workers.reports,

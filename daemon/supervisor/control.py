@@ -8,33 +8,16 @@ import socket
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Protocol, TypedDict, cast
+from typing import Protocol, cast
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from daemon.errors import ConfigError, TqdError
-from daemon.ops.status import Document, problem_status
+from daemon.ops.document import Document
+from daemon.ops.status import problem_status
 from daemon.supervisor.files import make_private
-
-Action = Literal["start", "stop", "restart"]
-
-
-class Change(TypedDict):
-    """A step of a plan, for people: ``restart chat: kv.mode turbo8v4 → turbo8v3``."""
-
-    action: str
-    server: str
-    changes: list[str]
-    text: str
-
-
-class Verdict(TypedDict):
-    """What became of one reading of servers.yaml; a refusal is an error instead."""
-
-    result: Literal["applied", "unchanged"]
-    steps: list[Change]
-    warnings: list[str]
+from daemon.supervisor.messages import Action, Change, Verdict
 
 
 class Commands(Protocol):
@@ -107,6 +90,8 @@ class ControlSocket:
             return _refusal(error, 422, problems=[problem_status(it) for it in error.problems])
         except TqdError as error:
             return _refusal(error, 409)
+        except OSError as error:
+            return _refusal(TqdError(f"the daemon could not do that: {error}"), 500)
 
     async def _status(self, request: web.Request) -> web.Response:
         return web.json_response(self._commands.status())

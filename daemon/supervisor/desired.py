@@ -7,8 +7,9 @@ from collections.abc import Collection
 from pathlib import Path
 
 from daemon.config.spec import ServerSpec
+from daemon.log import get_logger
 from daemon.supervisor.files import read_json, write_private
-from daemon.supervisor.lifecycle import Desired
+from daemon.supervisor.server import Desired
 
 
 class DesiredState:
@@ -42,4 +43,9 @@ class DesiredState:
 
     def _write(self, said: dict[str, Desired]) -> None:
         self._said = said
-        write_private(self._path, json.dumps(said, indent=1).encode())
+        try:
+            write_private(self._path, json.dumps(said, indent=1).encode())
+        except (
+            OSError
+        ) as error:  # a full disk: true until the daemon ends, which is better than not at all
+            get_logger().error("state.not_written", path=str(self._path), error=error.strerror)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from daemon.config.diff import Live, Replace, Start, Step, Stop
 from daemon.config.prepare import PreparedServer
-from daemon.supervisor.lifecycle import Address, Cause, Desired
 from daemon.supervisor.plan import Adjust, Put, Remove
+from daemon.supervisor.server import Address, Cause, Desired
 
 MANY = 4  # of this many running servers, an edit that takes away more than half is suspect
 

@@ -27,6 +27,8 @@ _OPENBLAS = tuple(
     Path(f"/usr/lib/{machine}-linux-gnu/libopenblas.so.0") for machine in ("x86_64", "aarch64")
 )
 
+OPENBLAS_HINT = "models run on the CPU; with OpenBLAS prompts are read about 20 times faster: apt install libopenblas0-pthread"
+
 # Test hook, not a setting: another program in the place of `python -m daemon.worker`.
 _WORKER_COMMAND = "TQD_WORKER_COMMAND"
 

@@ -35,7 +35,9 @@ def sync_folder(folder: Path) -> None:
 
 def make_private(folder: Path) -> None:
     """Create *folder*, and what is missing above it, for this user alone; one that exists stays as it is."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not folder.is_dir():
+        make_private(folder.parent)
+        folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def read_json(path: Path) -> object:

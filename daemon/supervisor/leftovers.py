@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from daemon.log import get_logger
 from daemon.supervisor.files import read_json, write_private
 
 # A worker drains for at most ten seconds after the lease has ended.
@@ -89,7 +90,10 @@ class Register:
 
     def _write(self) -> None:
         document = [asdict(it) for it in self._workers.values()]
-        write_private(self._path, json.dumps(document, indent=1).encode())
+        try:
+            write_private(self._path, json.dumps(document, indent=1).encode())
+        except OSError as error:  # a full disk: the lease still ends these workers with the daemon
+            get_logger().error("state.not_written", path=str(self._path), error=error.strerror)
 
 
 async def see_out(identity: Identity, *, grace_s: float) -> str:

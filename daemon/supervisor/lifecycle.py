@@ -13,334 +13,52 @@ effects that the world must carry out. Clocks, processes, sockets and files are 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from enum import StrEnum
-from typing import Literal, assert_never
+from dataclasses import replace
+from typing import assert_never
 
 from daemon.config.spec import ServerSpec
 from daemon.config.wire import PROTOCOL
 from daemon.errors import WorkerExit
+from daemon.supervisor.events import (
+    Beat,
+    Block,
+    Effect,
+    Event,
+    Exited,
+    Garbled,
+    Grant,
+    Hello,
+    Hurry,
+    Progress,
+    Ready,
+    Recheck,
+    Replace,
+    Restart,
+    SendDrain,
+    SendLive,
+    SendSignal,
+    Slept,
+    Spawn,
+    Spawned,
+    SpawnFailed,
+    Start,
+    Stop,
+    Tick,
+    Unblock,
+    Update,
+)
+from daemon.supervisor.server import Cause, Desired, Ending, LastExit, Server, State, Worker
 
 SPAWN_TIMEOUT_S = 30.0  # an interpreter that has not said hello by then is not going to
-RECHECK_S = 5.0  # how often the cause of `blocked` is looked at again
-JITTER = (
-    0.2  # share of a delay that varies, so that servers which died together do not return together
-)
-BLOCKING = frozenset({"port_in_use", "model_missing"})  # not the server's fault: wait, do not count
+RECHECK_S = 5.0  # how often a port that blocks a server is tried again
+RECHECK_FILES_S = 30.0  # how often missing files are looked for; that reads every model's headers
+JITTER = 0.2  # share of a delay that varies: servers that died together do not return together
 STALLED_JUDGEMENTS = 3  # a degraded worker gets this many probe intervals to move again
 TAIL_LINES = 20
 
+# What is not the server's fault is waited for and does not count as a failure.
+BLOCKING = frozenset({"port_in_use", "model_missing", "file_missing", "model_fault"})
 
-class State(StrEnum):
-    """What a server is observed to be."""
-
-    STOPPED = "stopped"
-    BLOCKED = "blocked"
-    STARTING = "starting"
-    LOADING = "loading"
-    READY = "ready"
-    DEGRADED = "degraded"
-    DRAINING = "draining"
-    STOPPING = "stopping"
-    BACKOFF = "backoff"
-    FAILED = "failed"
-
-
-class Desired(StrEnum):
-    """What a server is meant to be."""
-
-    RUNNING = "running"
-    STOPPED = "stopped"
-
-
-Ending = Literal[
-    "stop", "restart", "replace", "stalled", "load_stalled", "spawn_timeout", "protocol"
-]
-Signal = Literal["TERM", "KILL"]
-
-
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where a server listens."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """Why a server is not simply running: a stable code, words, and what to do."""
-
-    code: str
-    message: str
-    hint: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LastExit:
-    """How the last worker of a server ended; *code* is negative for a signal, as subprocess has it."""
-
-    launch: int
-    code: int | None
-    at: float
-    classified: str
-    tail: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Worker:
-    """The process of a server, as far as decisions need it.
-
-    *moved_at* is the last sign of progress: spawn, hello, load progress, a pass of the engine's loop.
-    *deadline* ends the drain, then the grace.
-    """
-
-    launch: int
-    nonce: str
-    spec_hash: str
-    address: Address
-    started_at: float
-    moved_at: float
-    pid: int | None = None
-    stage: str | None = None
-    fraction: float = 0.0
-    generation: int = -1
-    ready_at: float | None = None
-    ending: Ending | None = None
-    ending_message: str | None = None
-    deadline: float | None = None
-    killed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Server:
-    """One entry of servers.yaml and what has become of it."""
-
-    name: str
-    spec: ServerSpec
-    spec_hash: str
-    desired: Desired = Desired.STOPPED
-    state: State = State.STOPPED
-    since: float = 0.0
-    cause: Cause | None = None
-    worker: Worker | None = None
-    launches: int = 0
-    attempt_at: float | None = None
-    """When `backoff` ends, or when the cause of `blocked` is looked at again."""
-    failures: int = 0
-    """Failures in a row; sets the delay."""
-    restarts: tuple[float, ...] = ()
-    """When restarts after a failure were decided, within the window."""
-    restarts_total: int = 0
-    last_exit: LastExit | None = None
-
-    @property
-    def address(self) -> Address:
-        """Where the next worker will listen."""
-        return Address(self.spec.host, self.spec.port)
-
-    @property
-    def queued(self) -> bool:
-        """Whether the server waits for its turn to be launched."""
-        return self.state is State.STARTING and self.worker is None
-
-
-# --- events --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """The user, or the plan, wants it running; forgets past failures."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """The user, or the plan, wants it stopped."""
-
-
-@dataclass(frozen=True, slots=True)
-class Restart:
-    """The user wants a new worker; forgets past failures."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hurry:
-    """Whoever is waiting has run out of patience: end the drain now. The grace stays."""
-
-
-@dataclass(frozen=True, slots=True)
-class Replace:
-    """The entry changed in a way that needs a new worker; forgets past failures."""
-
-    spec: ServerSpec
-    spec_hash: str
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """The entry changed in a way that the running worker can take over."""
-
-    spec: ServerSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """The environment does not let it start."""
-
-    cause: Cause
-
-
-@dataclass(frozen=True, slots=True)
-class Unblock:
-    """What kept it from starting is gone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """It is this server's turn to be launched."""
-
-    nonce: str
-
-
-@dataclass(frozen=True, slots=True)
-class Spawned:
-    """The process exists."""
-
-    launch: int
-    pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class SpawnFailed:
-    """There is no process, and why. *jitter* is -1 to 1."""
-
-    launch: int
-    cause: Cause
-    jitter: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """The worker's first line."""
-
-    launch: int
-    nonce: str
-    protocol: int
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """The worker's model is being loaded."""
-
-    launch: int
-    stage: str
-    fraction: float
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The worker's model is loaded."""
-
-    launch: int
-    nonce: str
-    spec_hash: str
-
-
-@dataclass(frozen=True, slots=True)
-class Beat:
-    """The worker's engine loop has made *generation* passes."""
-
-    launch: int
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Garbled:
-    """The worker said something that is not the protocol."""
-
-    launch: int
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class Exited:
-    """The process is gone and reaped. *code* is negative for a signal; *jitter* is -1 to 1."""
-
-    launch: int
-    code: int
-    tail: tuple[str, ...] = ()
-    fatal: str | None = None
-    hint: str | None = None
-    jitter: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed; due at `wake_at`, harmless at any time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Slept:
-    """The machine, and with it every worker, stood still for *gap_s* seconds."""
-
-    gap_s: float
-
-
-Event = (
-    Start | Stop | Restart | Hurry | Replace | Update | Block | Unblock | Grant | Spawned | SpawnFailed
-    | Hello | Progress | Ready | Beat | Garbled | Exited | Tick | Slept
-)  # fmt: skip
-
-
-# --- effects -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Spawn:
-    """Start a worker on the server's address."""
-
-    name: str
-    launch: int
-    nonce: str
-
-
-@dataclass(frozen=True, slots=True)
-class SendDrain:
-    """Tell the worker to refuse new requests, finish the running ones and exit."""
-
-    name: str
-    launch: int
-    timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class SendLive:
-    """Tell the worker about an entry that changed."""
-
-    name: str
-    launch: int
-
-
-@dataclass(frozen=True, slots=True)
-class SendSignal:
-    """TERM goes to the worker, KILL to its whole process group."""
-
-    name: str
-    launch: int
-    signal: Signal
-
-
-@dataclass(frozen=True, slots=True)
-class Recheck:
-    """Find out whether what blocks the server is gone; answer with `Block`, `Unblock` or `Replace`."""
-
-    name: str
-
-
-Effect = Spawn | SendDrain | SendLive | SendSignal | Recheck
 Result = tuple[Server, tuple[Effect, ...]]
 
 
@@ -399,9 +117,6 @@ def wake_at(server: Server) -> float | None:
             return None
 
 
-# --- what the user and the plan say --------------------------------------------------------------
-
-
 def _start(server: Server, now: float) -> Result:
     server = _forgiven(replace(server, desired=Desired.RUNNING))
     if server.worker is not None or server.queued:
@@ -447,16 +162,21 @@ def _block(server: Server, cause: Cause, now: float) -> Result:
     startable = server.queued or server.state in (State.BLOCKED, State.BACKOFF)
     if not startable or server.desired is Desired.STOPPED:
         return server, ()
+    return _blocked(server, cause, now), ()
+
+
+def _blocked(server: Server, cause: Cause, now: float) -> Server:
     if server.state is not State.BLOCKED:
         server = _enter(server, State.BLOCKED, now)
-    return replace(server, cause=cause, attempt_at=now + RECHECK_S), ()
+    return replace(server, cause=cause, attempt_at=now + _recheck_s(cause))
+
+
+def _recheck_s(cause: Cause | None) -> float:
+    return RECHECK_S if cause is not None and cause.code == "port_in_use" else RECHECK_FILES_S
 
 
 def _forgiven(server: Server) -> Server:
     return replace(server, failures=0, restarts=())
-
-
-# --- launching -----------------------------------------------------------------------------------
 
 
 def _queue(server: Server, now: float) -> Result:
@@ -479,12 +199,9 @@ def _spawn_failed(server: Server, worker: Worker, event: SpawnFailed, now: float
     if worker.ending is not None:
         return _queue(gone, now)
     if event.cause.code in BLOCKING:
-        blocked = _enter(gone, State.BLOCKED, now)
-        return replace(blocked, cause=event.cause, attempt_at=now + RECHECK_S), ()
+        return _blocked(gone, event.cause, now), ()
     return _back_off(gone, event.cause, event.jitter, now)
 
-
-# --- what a worker says --------------------------------------------------------------------------
 
 Heard = Spawned | SpawnFailed | Hello | Progress | Ready | Beat | Garbled | Exited
 
@@ -554,9 +271,6 @@ def _protocol(server: Server, worker: Worker, message: str, now: float) -> Resul
     return _end(server, worker, "protocol", now, message)
 
 
-# --- ending a worker -----------------------------------------------------------------------------
-
-
 def _end(
     server: Server, worker: Worker, why: Ending, now: float, message: str | None = None
 ) -> Result:
@@ -620,8 +334,7 @@ def _exited_by_itself(server: Server, last: LastExit, event: Exited, now: float)
         case WorkerExit.BAD_CONFIG:
             return _fail(server, cause, now)
         case WorkerExit.MODEL_MISSING | WorkerExit.PORT_TAKEN:
-            blocked = _enter(server, State.BLOCKED, now)
-            return replace(blocked, cause=cause, attempt_at=now + RECHECK_S), ()
+            return _blocked(server, cause, now), ()
         case WorkerExit.OK if server.spec.restart.policy != "always":
             return replace(_enter(server, State.STOPPED, now), cause=cause), ()
         case _:
@@ -636,7 +349,8 @@ def _back_off(server: Server, cause: Cause, jitter: float, now: float) -> Result
     recent = tuple(at for at in server.restarts if now - at < rules.window)
     if len(recent) >= rules.max:
         often = f"failed {len(recent) + 1} times within {rules.window:.0f} s; the last time: "
-        return _fail(server, replace(cause, message=often + cause.message), now)
+        message = often + cause.message if recent else cause.message
+        return _fail(server, replace(cause, message=message), now)
     first, longest = rules.backoff
     delay = min(first * 2.0 ** min(server.failures, 32), longest) * (1 + JITTER * jitter)
     server = _enter(server, State.BACKOFF, now)
@@ -682,9 +396,6 @@ def _describe(code: int) -> str:
     return f"ended by signal {-code}" if code < 0 else f"exited with {code}"
 
 
-# --- time ----------------------------------------------------------------------------------------
-
-
 def _tick(server: Server, now: float) -> Result:
     if server.state is State.READY and server.restarts and now >= _stable_at(server):
         server = _forgiven(server)
@@ -710,7 +421,8 @@ def _tick(server: Server, now: float) -> Result:
         case State.BACKOFF:
             return _queue(server, now)
         case State.BLOCKED:
-            return replace(server, attempt_at=now + RECHECK_S), (Recheck(server.name),)
+            later = now + _recheck_s(server.cause)
+            return replace(server, attempt_at=later), (Recheck(server.name),)
         case _:
             return server, ()
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Full, Queue
 
+from daemon.supervisor.files import make_private
+
 QUEUE_CHUNKS = 1024  # of at most 64 KiB each: how far a slow disk may lag behind
 MAX_TAIL_LINE = 4096  # bytes that `Tail` keeps of one line
 
@@ -142,7 +144,7 @@ class _LogFile:
                 if os.path.samestat(os.fstat(self._fd), self._path.stat()):
                     return self._fd
             self.close()
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(self._path.parent)
         self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         return self._fd
 

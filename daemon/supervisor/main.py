@@ -22,10 +22,10 @@ from daemon.supervisor.control import ControlSocket
 from daemon.supervisor.desired import DesiredState
 from daemon.supervisor.instance import Instance
 from daemon.supervisor.leftovers import Identity, Register, see_out
-from daemon.supervisor.lifecycle import Desired, State
 from daemon.supervisor.logs import LogStream, LogWriter, Rotation
 from daemon.supervisor.reconcile import Reconciler
 from daemon.supervisor.reload import Configuration
+from daemon.supervisor.server import Desired, State
 from daemon.supervisor.sockets import Sockets
 from daemon.supervisor.workers import Workers
 
@@ -52,10 +52,8 @@ def run(options: Options) -> None:
     """
     instance = Instance(options.state)
     instance.acquire()
-    try:
-        asyncio.run(_Daemon(options, instance).serve())
-    finally:
-        instance.release()
+    # never released by hand: whoever sees the lock free may rely on this process being gone
+    asyncio.run(_Daemon(options, instance).serve())
 
 
 class _Daemon:
@@ -123,7 +121,6 @@ class _Daemon:
             self._reconciler.workers = Workers(
                 tasks=tasks,
                 post=self._reconciler.post,
-                sockets=self._sockets,
                 register=self._register,
                 logs=self._logs,
                 environ=self._environ,
@@ -175,12 +172,8 @@ class _Daemon:
     def _handle_signals(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop, number)
+            loop.add_signal_handler(number, self._commands.shut_down)
         loop.add_signal_handler(signal.SIGHUP, self._configuration.ask)
-
-    def _stop(self, number: signal.Signals) -> None:
-        self._log.info("daemon.stopping", signal=number.name)
-        self._commands.shut_down()
 
     def _turned(self) -> None:
         """The reconciler has made progress: tell systemd."""

@@ -8,12 +8,13 @@ older process of the same server, or of the same address, still lives.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from daemon.config.spec import ServerSpec
-from daemon.supervisor import lifecycle
-from daemon.supervisor.lifecycle import Address, Cause, Desired, Effect, Server, State
+from daemon.supervisor import events, lifecycle
+from daemon.supervisor.events import Effect
+from daemon.supervisor.server import Address, Cause, Desired, Server, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +34,12 @@ class Fleet:
     closing: bool = False
 
 
-# --- events --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Told:
     """Something happened to one server."""
 
     name: str
-    event: lifecycle.Event
+    event: events.Event
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,14 +120,14 @@ def step(fleet: Fleet, event: Event, now: float) -> tuple[Fleet, tuple[Effect, .
             left = {other: pid for other, pid in fleet.leftovers.items() if other != name}
             turn.fleet = replace(fleet, leftovers=left)
         case Passed():
-            turn.tell_all(lifecycle.Tick())
+            turn.tell_all(events.Tick())
         case Woke(gap_s):
-            turn.tell_all(lifecycle.Slept(gap_s))
+            turn.tell_all(events.Slept(gap_s))
         case Close():
             turn.fleet = replace(turn.fleet, closing=True)
-            turn.tell_all(lifecycle.Stop())
+            turn.tell_all(events.Stop())
         case Hasten():
-            turn.tell_all(lifecycle.Hurry())
+            turn.tell_all(events.Hurry())
     turn.forget_removed()
     turn.launch()
     return turn.fleet, tuple(turn.effects)
@@ -156,7 +154,7 @@ class _Turn:
         self.now = now
         self.effects: list[Effect] = []
 
-    def tell(self, name: str, event: lifecycle.Event) -> None:
+    def tell(self, name: str, event: events.Event) -> None:
         server = self.fleet.servers.get(name)
         if server is None:
             return
@@ -164,7 +162,7 @@ class _Turn:
         self._put(after)
         self.effects.extend(effects)
 
-    def tell_all(self, event: lifecycle.Event) -> None:
+    def tell_all(self, event: events.Event) -> None:
         for name in self.fleet.servers:
             self.tell(name, event)
 
@@ -175,42 +173,39 @@ class _Turn:
             match change:
                 case Remove(name):
                     self.fleet = replace(self.fleet, removed=self.fleet.removed | {name})
-                    self.tell(name, lifecycle.Stop())
+                    self.tell(name, events.Stop())
                 case Put():
                     self._put_entry(change, freed)
                 case Adjust(name, spec):
-                    self.tell(name, lifecycle.Update(spec))
+                    self.tell(name, events.Update(spec))
 
     def _put_entry(self, change: Put, freed: frozenset[str]) -> None:
         name = change.name
         if name not in self.fleet.servers:
             self._put(Server(name, change.spec, change.spec_hash, since=self.now))
-            if freed:
-                self.fleet = replace(self.fleet, waits={**self.fleet.waits, name: freed})
-        self.fleet = replace(self.fleet, removed=self.fleet.removed - {name})
+            self.fleet = replace(self.fleet, waits={**self.fleet.waits, name: freed})
+        self._unremove({name})
         if change.desired is Desired.STOPPED:
-            self.tell(name, lifecycle.Stop())
-            self.tell(name, lifecycle.Replace(change.spec, change.spec_hash))
+            self.tell(name, events.Stop())
+            self.tell(name, events.Replace(change.spec, change.spec_hash))
             return
-        self.tell(name, lifecycle.Replace(change.spec, change.spec_hash))
-        self.tell(name, lifecycle.Start())
+        self.tell(name, events.Replace(change.spec, change.spec_hash))
+        self.tell(name, events.Start())
         if change.blocked is not None:
-            self.tell(name, lifecycle.Block(change.blocked))
+            self.tell(name, events.Block(change.blocked))
 
     def forget_removed(self) -> None:
         servers = self.fleet.servers
         gone = {name for name in self.fleet.removed & servers.keys() if not servers[name].worker}
         if gone:
-            self.fleet = replace(
-                self.fleet,
-                servers={name: it for name, it in servers.items() if name not in gone},
-                removed=self.fleet.removed - gone,
-                waits={
-                    name: freed - gone
-                    for name, freed in self.fleet.waits.items()
-                    if name not in gone and freed - gone
-                },
-            )
+            left = {name: it for name, it in servers.items() if name not in gone}
+            self.fleet = replace(self.fleet, servers=left)
+            self._unremove(gone)
+
+    def _unremove(self, names: Set[str]) -> None:
+        """Count *names* as removed no more: they are gone, or back; nobody waits for them."""
+        waits = {name: left for name, on in self.fleet.waits.items() if (left := on - names)}
+        self.fleet = replace(self.fleet, removed=self.fleet.removed - names, waits=waits)
 
     def launch(self) -> None:
         """Grant a launch to every server whose turn it is."""
@@ -221,7 +216,7 @@ class _Turn:
             if sum(map(_loads, self.fleet.servers.values())) >= self.fleet.max_parallel_loads:
                 return
             if self._may_launch(server):
-                self.tell(server.name, lifecycle.Grant(self._nonce(server)))
+                self.tell(server.name, events.Grant(self._nonce(server)))
 
     def _may_launch(self, server: Server) -> bool:
         if server.name in self.fleet.leftovers:
@@ -246,9 +241,6 @@ def _loads(server: Server) -> bool:
     return server.worker is not None and server.state in (State.STARTING, State.LOADING)
 
 
-# --- who listens where ---------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Listener:
     """A socket that must be open; *away* is the server for which the supervisor answers 503."""
@@ -267,6 +259,8 @@ def listeners(fleet: Fleet) -> Mapping[Address, Listener]:
     """
     found = {it.address: it for it in _worker_listeners(fleet)}
     for server in fleet.servers.values():
+        if server.name in fleet.leftovers:
+            continue  # it may still listen there
         to_come = server.desired is Desired.RUNNING and not fleet.closing
         waiting = server.worker is not None or server.state in (State.STARTING, State.BACKOFF)
         if to_come and waiting and server.address not in found:

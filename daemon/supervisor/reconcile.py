@@ -20,9 +20,10 @@ from daemon.config import wire
 from daemon.config.prepare import PreparedServer, live_message, worker_spec
 from daemon.config.spec import DaemonSpec
 from daemon.log import get_logger
-from daemon.supervisor import lifecycle, plan
-from daemon.supervisor.lifecycle import Cause, Effect, Server, State
+from daemon.supervisor import events, plan
+from daemon.supervisor.events import Effect
 from daemon.supervisor.plan import Fleet, Told
+from daemon.supervisor.server import Address, Cause, Server, State
 from daemon.supervisor.sockets import AddressTakenError, Sockets, bind
 from daemon.supervisor.workers import Workers
 
@@ -73,10 +74,11 @@ class Reconciler:
         self._clock = clock
         self._turned = turned
         self._recheck = recheck
+        self._refused: Mapping[Address, AddressTakenError] = {}
         self._queue: asyncio.Queue[_Job] = asyncio.Queue()
         self._log = get_logger()
 
-    def post(self, name: str, event: lifecycle.Event) -> None:
+    def post(self, name: str, event: events.Event) -> None:
         """Put *event* about server *name* in the queue."""
         self.tell(Told(name, event))
 
@@ -125,24 +127,24 @@ class Reconciler:
             job.done.set_result(None)
 
     async def _arrange_sockets(self) -> None:
-        refused = await self._sockets.arrange(plan.listeners(self.fleet))
-        for server in self.fleet.servers.values() if refused else ():
-            error = refused.get(server.address)
+        self._refused = await self._sockets.arrange(plan.listeners(self.fleet))
+        for server in self.fleet.servers.values() if self._refused else ():
+            error = self._refused.get(server.address)
             if error is not None and server.worker is None:
-                self.post(server.name, lifecycle.Block(_port_in_use(error)))
+                self.post(server.name, events.Block(_port_in_use(error)))
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
-            case lifecycle.Spawn(name, launch, nonce):
+            case events.Spawn(name, launch, nonce):
                 self._spawn(name, launch, nonce)
-            case lifecycle.SendDrain(name, launch, timeout_s):
+            case events.SendDrain(name, launch, timeout_s):
                 self.workers.send(name, launch, wire.Drain(timeout_s=timeout_s))
-            case lifecycle.SendLive(name, launch):
+            case events.SendLive(name, launch):
                 server = self.wanted.servers[name]
                 self.workers.send(name, launch, live_message(server))
-            case lifecycle.SendSignal(name, launch, signal):
+            case events.SendSignal(name, launch, signal):
                 self.workers.signal(name, launch, signal)
-            case lifecycle.Recheck(name):
+            case events.Recheck(name):
                 self._look_again(self.fleet.servers[name])
             case _:
                 assert_never(effect)
@@ -152,8 +154,13 @@ class Reconciler:
         if prepared.blocked is not None:
             self.workers.refuse(name, launch, Cause(*prepared.blocked))
             return
+        address = self.fleet.servers[name].address
+        listener = self._sockets.get(address)
+        if listener is None:
+            self.workers.refuse(name, launch, _port_in_use(self._refused[address]))
+            return
         spec = worker_spec(prepared, launch=launch, nonce=nonce, log_level=daemon.log.level)
-        self.workers.spawn(spec, self._log_path(name, daemon))
+        self.workers.spawn(spec, listener, self._log_path(name, daemon))
 
     def _look_again(self, server: Server) -> None:
         if server.cause is None or server.cause.code != "port_in_use":
@@ -162,9 +169,9 @@ class Reconciler:
         try:
             bind(server.address).close()
         except AddressTakenError as error:
-            self.post(server.name, lifecycle.Block(_port_in_use(error)))
+            self.post(server.name, events.Block(_port_in_use(error)))
         else:
-            self.post(server.name, lifecycle.Unblock())
+            self.post(server.name, events.Unblock())
 
     def _log_changes(self, before: Fleet) -> None:
         for name, server in self.fleet.servers.items():

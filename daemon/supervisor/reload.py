@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from daemon.config import diff as differ
 from daemon.config.load import Loaded, RejectedError, load
@@ -21,15 +21,17 @@ from daemon.config.spec import DaemonSpec
 from daemon.errors import ConfigError, Problem, TqdError
 from daemon.log import get_logger
 from daemon.paths import StateDir
-from daemon.supervisor import edits, lifecycle, plan
+from daemon.supervisor import edits, events, plan
 from daemon.supervisor.desired import DesiredState
 from daemon.supervisor.last_good import LastGood
-from daemon.supervisor.lifecycle import Cause, Desired, State
 from daemon.supervisor.reconcile import Reconciler, Wanted
+from daemon.supervisor.server import Cause, Desired, State
 from daemon.supervisor.sockets import AddressTakenError, Sockets
 from daemon.supervisor.watch import Look, Watch, look
 
 REMOVAL_CONFIRM_S = 5.0  # an edit that takes this much away may be half of a file being written
+
+Outcome = TypeVar("Outcome")
 
 ConfigState = Literal["applied", "rejected", "stale", "pending"]
 
@@ -93,7 +95,7 @@ class Configuration:
         self._watched: tuple[Path, ...] = (path,)
         self._dirty = asyncio.Event()
         self._asked: list[asyncio.Future[Verdict]] = []
-        self._recheck = False
+        self._looking: list[asyncio.Future[None]] = []
         self._log = get_logger()
 
     async def read_first(self) -> DaemonSpec:
@@ -128,24 +130,17 @@ class Configuration:
         while True:
             await self._dirty.wait()
             self._dirty.clear()
-            recheck, self._recheck = self._recheck, False
+            looking, self._looking = self._looking, []
             asked, self._asked = self._asked, []
-            if recheck and not asked:
-                await self._look_for_models()
-                continue
-            self._busy(True)
-            try:
-                verdict = await self._pass()
-            except ConfigError as error:
-                self._refuse(error)
+            if looking:
+                await self._guarded(self._look_for_files())
+                for look_waiter in looking:
+                    _settle(look_waiter, None)
+            if asked:
+                self._busy(True)
+                verdict = await self._guarded(self._pass())
                 for waiter in asked:
-                    if not waiter.done():
-                        waiter.set_exception(error)
-            else:
-                for waiter in asked:
-                    if not waiter.done():
-                        waiter.set_result(verdict)
-            finally:
+                    _settle(waiter, verdict)
                 self._busy(False)
 
     async def reload(self) -> Verdict:
@@ -172,9 +167,14 @@ class Configuration:
             self._dirty.set()
 
     def recheck(self) -> None:
-        """Find out soon whether what blocks servers, such as a missing model, is still so."""
-        self._recheck = True
+        """Begin to look whether what blocks servers, such as a missing model, is still so."""
+        self._looking.append(asyncio.get_running_loop().create_future())
         self._dirty.set()
+
+    async def look_for_files(self) -> None:
+        """Look whether what blocks servers, such as a missing model, is still so."""
+        self.recheck()
+        await self._looking[-1]
 
     async def diff(self) -> tuple[differ.Step, ...]:
         """Return what `reload` would do; raises as `reload` does."""
@@ -188,17 +188,26 @@ class Configuration:
         if mode == "auto":
             self.ask()
         elif mode == "manual":
-            try:
-                steps = await self.diff()
-            except ConfigError as error:
-                self._refuse(error)
+            steps = await self._guarded(self.diff())
+            if isinstance(steps, ConfigError):
                 return
             state: ConfigState = "pending" if steps else "applied"
             pending = tuple(map(str, steps))
             self.status = replace(self.status, state=state, problems=(), pending=pending)
             self._log.info("config.pending", steps=pending)
 
-    # --- one pass --------------------------------------------------------------------------------
+    async def _guarded(self, reading: Awaitable[Outcome]) -> Outcome | ConfigError:
+        """Return the outcome of *reading*, or its refusal; whatever happens, what runs goes on."""
+        try:
+            return await reading
+        except ConfigError as error:
+            refusal = error
+        except Exception as error:  # noqa: BLE001 - a defect of ours must not end what runs
+            self._log.exception("config.failed")
+            said = f"tqd failed to read this: {error!r}"
+            refusal = ConfigError([Problem(str(self._path), 0, 0, "", said)])
+        self._refuse(refusal)
+        return refusal
 
     async def _pass(self) -> Verdict:
         while True:
@@ -309,6 +318,8 @@ class Configuration:
             warnings=tuple(map(str, prepared.warnings)),
             pending=(),
         )
+        if prepared.warnings:
+            self._log.warning("config.loaded", warnings=list(self.status.warnings))
         self._log.info("plan.applied", steps=[str(step) for step in steps])
         return steps
 
@@ -324,14 +335,16 @@ class Configuration:
     def _desired_of(self, server: PreparedServer) -> Desired:
         return self._desired.of(server.name, server.spec)
 
-    async def _look_for_models(self) -> None:
+    async def _look_for_files(self) -> None:
         """Let servers start whose model, or other file, has appeared since."""
+        if not self._blocked():
+            return
         try:
             found = await self._prepare(self._loaded)
         except ConfigError as error:
             for name in self._blocked():
                 cause = Cause("model_fault", str(error))
-                self._reconciler.post(name, lifecycle.Block(cause))
+                self._reconciler.post(name, events.Block(cause))
             return
         free = {name: it for name in self._blocked() if not (it := found.servers[name]).blocked}
         if free:
@@ -345,6 +358,16 @@ class Configuration:
         servers = self._reconciler.fleet.servers.values()
         names = [it.name for it in servers if it.state is State.BLOCKED]
         return [name for name in names if name in self._applied.servers]
+
+
+def _settle(waiter: asyncio.Future[Outcome], outcome: Outcome | ConfigError) -> None:
+    if waiter.done():
+        return  # whoever asked has gone
+    if isinstance(outcome, ConfigError):
+        waiter.set_exception(outcome)
+        waiter.exception()  # asked by nobody in particular: no complaint that it was never looked at
+    else:
+        waiter.set_result(outcome)
 
 
 def _read(

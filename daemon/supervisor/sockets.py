@@ -14,8 +14,8 @@ import psutil
 from aiohttp import web
 
 from daemon.errors import TqdError
-from daemon.supervisor.lifecycle import Address, Server, State
 from daemon.supervisor.plan import Listener
+from daemon.supervisor.server import Address, Server, State
 
 BACKLOG = 512  # connections that wait in the kernel while one worker follows another
 MAX_RETRY_AFTER_S = 30  # clients take a longer Retry-After for a reason to give up
@@ -76,7 +76,7 @@ class Sockets:
                 self._held[address] = _Held(bind(address))
             except AddressTakenError as error:
                 refused[address] = error
-        for address, held in self._held.items():
+        for address, held in list(self._held.items()):  # a reservation may come in meanwhile
             held.away = wanted[address].away if address in wanted else None
             if held.away is None:
                 await _fall_silent(held)
@@ -138,16 +138,17 @@ def bind(address: Address) -> socket.socket:
             f"host {address.host!r} cannot be resolved: {error.strerror}",
             hint="write an address of this machine, such as 127.0.0.1",
         ) from error
-    sock = socket.socket(family, kind, proto)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        sock.bind(where)
-        sock.listen(BACKLOG)
-    except OSError as error:
-        sock.close()
-        raise _refusal(address, error) from error
+    with contextlib.ExitStack() as undo:
+        try:
+            sock = undo.enter_context(socket.socket(family, kind, proto))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind(where)
+            sock.listen(BACKLOG)
+        except OSError as error:
+            raise _refusal(address, error) from error
+        undo.pop_all()
     return sock
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
@@ -21,6 +22,9 @@ from daemon.log import get_logger
 POLL_S = 1.0
 SETTLE_S = 0.3  # an editor is done when two looks this far apart agree
 LEAST_S = 0.1  # between two looks, however busy the folder is
+
+# It complains of its own threads when they stop, in the middle of nowhere.
+logging.getLogger("watchdog").setLevel(logging.ERROR)
 
 Stat = tuple[int, int, int, int] | None
 Look = dict[Path, Stat]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -12,14 +13,14 @@ from typing import assert_never
 
 from daemon.config import wire
 from daemon.log import get_logger
-from daemon.supervisor import environment, lifecycle
+from daemon.supervisor import environment, events
 from daemon.supervisor.leftovers import Register
-from daemon.supervisor.lifecycle import TAIL_LINES, Cause
+from daemon.supervisor.lifecycle import TAIL_LINES
 from daemon.supervisor.logs import LogWriter, Tail
 from daemon.supervisor.process import Child, Message
-from daemon.supervisor.sockets import Sockets
+from daemon.supervisor.server import Cause
 
-Post = Callable[[str, lifecycle.Event], None]
+Post = Callable[[str, events.Event], None]
 
 
 @dataclass(slots=True)
@@ -30,7 +31,6 @@ class Report:
     ready: wire.Ready | None = None
     snapshot: wire.Snapshot | None = None
     sampled_at: float | None = None
-    acknowledged: str | None = None
 
 
 class Workers:
@@ -41,7 +41,6 @@ class Workers:
         *,
         tasks: asyncio.TaskGroup,
         post: Post,
-        sockets: Sockets,
         register: Register,
         logs: LogWriter,
         environ: Mapping[str, str],
@@ -50,7 +49,6 @@ class Workers:
         self.reports: dict[str, Report] = {}
         self._tasks = tasks
         self._post = post
-        self._sockets = sockets
         self._register = register
         self._logs = logs
         self._environ = environ
@@ -58,15 +56,12 @@ class Workers:
         self._preload = environment.openblas()
         self._children: dict[tuple[str, int], Child] = {}
         self._log = get_logger()
+        if self._preload is None and environment.computes_on_cpu():
+            self._log.warning("blas.missing", hint=environment.OPENBLAS_HINT)
 
-    def spawn(self, spec: wire.WorkerSpec, log_path: Path) -> None:
-        """Start a worker; `Spawned` or `SpawnFailed` follows."""
+    def spawn(self, spec: wire.WorkerSpec, listener: socket.socket, log_path: Path) -> None:
+        """Start a worker that serves on *listener*; `Spawned` or `SpawnFailed` follows."""
         server = spec.server
-        address = lifecycle.Address(server.host, server.port)
-        listener = self._sockets.get(address)
-        if listener is None:
-            self.refuse(spec.name, spec.launch, Cause("port_in_use", f"{address} cannot be had"))
-            return
         command = environment.worker_command(server, self._environ)
         try:
             child = Child.spawn(
@@ -90,7 +85,7 @@ class Workers:
             spec_hash=spec.spec_hash,
         )
         self._logs.mark(log_path, f"launch {spec.launch} pid {child.pid} spec {spec.spec_hash}")
-        self._post(spec.name, lifecycle.Spawned(spec.launch, child.pid))
+        self._post(spec.name, events.Spawned(spec.launch, child.pid))
         desk = _Desk(
             spec.launch,
             report,
@@ -102,14 +97,14 @@ class Workers:
 
     def refuse(self, name: str, launch: int, cause: Cause) -> None:
         """Report that a launch did not come to be."""
-        self._post(name, lifecycle.SpawnFailed(launch, cause, _jitter()))
+        self._post(name, events.SpawnFailed(launch, cause, _jitter()))
 
     def send(self, name: str, launch: int, message: wire.Message) -> None:
         """Say *message* to a worker, if it still lives."""
         if child := self._children.get((name, launch)):
             child.send(message)
 
-    def signal(self, name: str, launch: int, signal: lifecycle.Signal) -> None:
+    def signal(self, name: str, launch: int, signal: events.Signal) -> None:
         """Send TERM to a worker, or KILL to its group, if it still lives."""
         child = self._children.get((name, launch))
         if child is None:
@@ -131,7 +126,7 @@ class Workers:
         fatal = desk.fatal
         self._post(
             spec.name,
-            lifecycle.Exited(
+            events.Exited(
                 spec.launch,
                 code,
                 tail=tuple(desk.tail),
@@ -149,7 +144,7 @@ class _Desk:
         self,
         launch: int,
         report: Report,
-        post: Callable[[lifecycle.Event], None],
+        post: Callable[[events.Event], None],
         write: Callable[[bytes], None],
         clock: Callable[[], float],
     ) -> None:
@@ -165,24 +160,24 @@ class _Desk:
         report, launch = self._report, self._launch
         match message:
             case wire.Hello(nonce=nonce, protocol=protocol):
-                self._post(lifecycle.Hello(launch, nonce, protocol))
+                self._post(events.Hello(launch, nonce, protocol))
             case wire.Progress(stage=stage, fraction=fraction):
-                self._post(lifecycle.Progress(launch, stage, fraction))
+                self._post(events.Progress(launch, stage, fraction))
             case wire.Ready(nonce=nonce, spec_hash=spec_hash):
                 report.ready = message
-                self._post(lifecycle.Ready(launch, nonce, spec_hash))
+                self._post(events.Ready(launch, nonce, spec_hash))
             case wire.Snapshot(generation=generation):
                 report.snapshot, report.sampled_at = message, self._clock()
-                self._post(lifecycle.Beat(launch, generation))
-            case wire.Ack(spec_hash=spec_hash):
-                report.acknowledged = spec_hash
+                self._post(events.Beat(launch, generation))
+            case wire.Ack():
+                pass
             case wire.Fatal():
                 self.fatal = message
             case _:
                 assert_never(message)
 
     def garbled(self, problem: str) -> None:
-        self._post(lifecycle.Garbled(self._launch, problem))
+        self._post(events.Garbled(self._launch, problem))
 
     def output(self, data: bytes) -> None:
         self.tail.feed(data)

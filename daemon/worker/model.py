@@ -80,6 +80,7 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
     kv_report = _kv_report(spec, resolved, factory, build.measure(model, factory, vocab_size))
     if spec.kv.strict:
         _refuse_fallbacks(resolved, factory)
+        _refuse_lost_budgets(resolved, factory)
     model.make_cache = factory
     mx.clear_cache()
     own_context = architecture.max_context or UNKNOWN_CONTEXT
@@ -240,6 +241,17 @@ def _refuse_fallbacks(resolved: ResolvedPolicy, factory: CacheFactory) -> None:
             f"kv.strict: {'; '.join(missed.values())}",
             hint="choose a scheme these layers can have, or drop kv.strict",
         )
+
+
+def _refuse_lost_budgets(resolved: ResolvedPolicy, factory: CacheFactory) -> None:
+    budgeted = {plan.index for plan in resolved.layers if plan.token_budget is not None}
+    for plan in factory.plans:
+        if plan.index in budgeted and plan.token_budget is None:
+            raise WorkerExitError(
+                WorkerExit.BAD_CONFIG,
+                f"kv.strict: layer {plan.index} cannot have its token_budget: {plan.reason}",
+                hint="drop the token_budget of this layer, or kv.strict",
+            )
 
 
 def _model_report(

@@ -15,7 +15,7 @@ from mlx.utils import tree_map
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import CacheList, KVCache
 
-from daemon.cache import build
+from daemon.cache import build, calibrate
 from daemon.cache.build import CacheFactory
 from daemon.cache.latent import LatentCache
 from daemon.cache.sequence import SequenceCache
@@ -190,3 +190,28 @@ def together(model: Any, batching: Batching) -> list[tuple[list[int], mx.array]]
         )
         for uid in uids
     ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["afm7", "deepseek_v2", "falcon_h1", "gemma3n", "gpt_oss", "iquestloopcoder", "nanbeige"],
+)
+def test_packed_layers_can_be_calibrated_wherever_their_cache_stands(name: str) -> None:
+    """In a composite, read by other layers, in a loop: statistics for all, as long as their keys."""
+    made = built(name)
+    text = [(31 * i * i + 7 * i) % VOCAB for i in range(460)]
+
+    statistics = calibrate.calibrate(made.model, made.factory, [text])
+
+    assert statistics.keys() == {i for i, slot in enumerate(made.factory.slots) if slot.packed}
+    for index, entry in statistics.items():
+        layer = made.arch.layers[made.factory.plans[index].index]
+        assert entry.scale.shape == (layer.n_kv_heads, layer.head_dim_k)
+        assert mx.all(mx.isfinite(entry.scale)).item()
+
+
+def test_latents_need_no_calibration() -> None:
+    factory = built("deepseek_v3").factory
+
+    assert factory.any_packed
+    assert not factory.any_scaled_keys

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
+from daemon.cache import state
 from daemon.cache.row import Row
 from daemon.cache.sequence import BatchCache, SequenceCache, View
 from daemon.policy.schemes import parse_scheme
@@ -120,26 +121,35 @@ def test_chunked_prefill_with_padding_stores_no_padding(
 @given(
     operations=st.lists(
         st.one_of(
-            st.tuples(st.just("decode"), st.integers(1, 40)),
+            st.tuples(st.just("decode"), st.integers(1, 60)),
             st.tuples(st.just("filter"), st.integers(0, 10**6)),
-            st.tuples(st.just("extend"), st.integers(1, 70)),
+            st.tuples(st.just("extend"), st.integers(1, 170)),
             st.tuples(st.just("trim"), st.integers(1, 40)),
             st.tuples(st.just("copy"), st.just(0)),
+            st.tuples(st.just("extract and merge"), st.just(0)),
+            st.tuples(st.just("save and restore"), st.just(0)),
         ),
         min_size=1,
-        max_size=7,
+        max_size=8,
     ),
     scheme=st.sampled_from(["turbo8v4", "turbo0v3", "fp16"]),
+    budget=st.sampled_from([None, 128]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_history_of_a_batch_leaves_each_row_as_if_alone(
-    operations: list[tuple[str, int]], scheme: str
+    operations: list[tuple[str, int]],
+    scheme: str,
+    budget: int | None,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Rows carry their own tokens through filter, extend, extract, trim and deepcopy."""
+    """Rows carry their own tokens through filter, extend, extract, merge, trim, deepcopy and a file."""
     source = iter(range(10**6))
-    policy = parse_scheme(scheme)
+    path = tmp_path_factory.getbasetemp() / "history.safetensors"
     batch = BatchCache([])
     mirror: list[Row] = []
+
+    def fresh() -> Row:
+        return Row(parse_scheme(scheme), sink_tokens=4, tail_tokens=32, token_budget=budget)
 
     def grow(cache: BatchCache, rows: list[Row], count: int) -> None:
         for _ in range(-(-count // 20)):
@@ -149,31 +159,51 @@ def test_any_history_of_a_batch_leaves_each_row_as_if_alone(
             for row, k in zip(rows, keys, strict=True):
                 row.append(k, k)
 
+    def through_a_file(cache: SequenceCache) -> SequenceCache:
+        identity = state.Identity("model", "policy", tuple(range(cache.offset)))
+        state.save(path, [cache], identity)
+        (restored,) = state.restore(path, [SequenceCache(fresh())], identity)
+        return restored
+
     for name, number in [("extend", 40), *operations]:
         if name == "extend":
-            fresh = [Row(policy, sink_tokens=4, tail_tokens=32)]
-            other = SequenceCache.merge([SequenceCache(Row(policy, sink_tokens=4, tail_tokens=32))])
-            grow(other, fresh, number)
+            rows = [fresh()]
+            other = SequenceCache.merge([SequenceCache(fresh())])
+            grow(other, rows, number)
             batch.extend(other)
-            mirror += fresh
+            mirror += rows
         elif name == "decode" and mirror:
             grow(batch, mirror, number)
         elif name == "filter" and len(mirror) > 1:
             keep = [index for index in range(len(mirror)) if (number >> index) & 1] or [0]
             batch.filter(keep)
             mirror = [mirror[index] for index in keep]
-        elif name == "trim":
+        elif name == "trim" and batch.is_trimmable():
             batch.trim(number)
             for row in mirror:
                 row.trim(number)
         elif name == "copy":
             batch = copy.deepcopy(batch)
+        elif name == "extract and merge":
+            batch = SequenceCache.merge([batch.extract(i) for i in range(len(mirror))])
+        elif name == "save and restore":
+            taken = [through_a_file(batch.extract(i)) for i in range(len(mirror))]
+            batch = SequenceCache.merge(taken)
 
+    q = mx.random.normal((len(mirror), 4, 1, 32), key=mx.random.key(1))
+    attended = batch.attend(q, 1.0, None, None) if min(r.length for r in mirror) else None
     for index, row in enumerate(mirror):
-        mine, alone = batch.extract(index).row, row
-        assert mine.length == alone.length
-        assert len(mine.arrays) == len(alone.arrays)
-        assert all(mx.array_equal(a, b) for a, b in zip(mine.arrays, alone.arrays, strict=True))
+        mine, alone = batch.extract(index).row.export(), row.export()
+        assert (mine.length, mine.dropped, mine.packed_to) == (
+            alone.length,
+            alone.dropped,
+            alone.packed_to,
+        )
+        assert mine.arrays.keys() == alone.arrays.keys()
+        assert all(mx.array_equal(mine.arrays[part], alone.arrays[part]) for part in mine.arrays)
+        if attended is not None:
+            expected = SequenceCache(row).attend(q[index : index + 1], 1.0, None, None)
+            assert mx.array_equal(attended[index], expected[0])
 
 
 def test_extract_is_not_disturbed_by_what_the_batch_does_next(

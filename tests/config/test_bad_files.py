@@ -131,7 +131,6 @@ EXPECTED = {
         '12:10: servers.chat.kv.budget: not yet available',
         '12:24: servers.chat.kv.calibration: not yet available',
         '12:50: servers.chat.kv.compress: not yet available',
-        '12:96: servers.chat.kv.layers.0.token_budget: not yet available',
     ],
     'only_comments': [
         'the file is empty',

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,9 +19,11 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from click.testing import CliRunner, Result
 
+from daemon.cli.main import main
 from daemon.errors import DaemonUnreachableError
-from daemon.ops.status import ServerStatus
+from daemon.ops.document import ServerStatus
 from daemon.paths import StateDir
 from daemon.supervisor.client import Client
 
@@ -100,8 +103,6 @@ class Site:
         }
         _write_model(folder / "model")
 
-    # --- the file ------------------------------------------------------------------------------
-
     def add(self, name: str, stub: str | None = None, **keys: Any) -> int:
         """Add a server to the next `text`; return its port."""
         env = {"STUB_NAME": name} | ({"STUB": stub} if stub else {}) | keys.pop("env", {})
@@ -125,10 +126,10 @@ class Site:
         temporary.write_text(self.text(**daemon) if text is None else text)
         temporary.replace(self.file)
 
-    # --- the daemon ----------------------------------------------------------------------------
-
     def run(self, *arguments: str, wait: bool = True, **environment: str) -> None:
         """Start `tqd run` in the foreground of a process of its own."""
+        if self.daemon is not None:
+            self.daemon.wait(LONGEST_WAIT_S)  # the one before is on its way out
         log = (self.folder / "daemon.out").open("ab")
         with log:
             self.daemon = subprocess.Popen(
@@ -145,8 +146,13 @@ class Site:
         place = ("--config", str(self.file), "--state-dir", str(self.state.root))
         return [sys.executable, "-m", "daemon", *place, *arguments]
 
-    def tqd(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run a `tqd` command to its end."""
+    def tqd(self, *arguments: str) -> Result:
+        """Run a `tqd` command to its end, in this process: the daemon and its workers have their own."""
+        place = ("--config", str(self.file), "--state-dir", str(self.state.root))
+        return CliRunner(env=self.environment).invoke(main, [*place, *arguments])
+
+    def shell(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run a `tqd` command to its end, as a process of its own."""
         return subprocess.run(
             self.command(*arguments),
             env=self.environment,
@@ -204,19 +210,15 @@ class Site:
     def clean(self) -> None:
         """End whatever still runs, by pid."""
         owners = [self.daemon.pid] if self.daemon and self.daemon.poll() is None else []
-        try:
+        with contextlib.suppress(DaemonUnreachableError):
             owners.append(self.client.status()["daemon"]["pid"])
-        except DaemonUnreachableError:
-            pass
         for pid in set(owners):
             os.kill(pid, signal.SIGKILL)
         if self.daemon is not None:
             self.daemon.wait(LONGEST_WAIT_S)
         for pid in self.workers():
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
 
 
 @pytest.fixture

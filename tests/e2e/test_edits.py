@@ -32,7 +32,7 @@ def test_a_broken_file_changes_nothing_until_it_is_whole_again(site: Site) -> No
     assert site.ready() == pids
 
     reload = site.tqd("reload")
-    assert (reload.returncode, "servers.yaml:2:1" in reload.stderr) == (2, True)
+    assert (reload.exit_code, "servers.yaml:2:1" in reload.stderr) == (2, True)
 
     site.write(good)
     config = site.until(lambda: (it := site.config())["state"] == "applied" and it, "applied")
@@ -169,13 +169,13 @@ def test_a_port_that_is_taken_refuses_the_edit_and_the_old_worker_serves_on(site
         site.servers["a"]["port"] = stranger.getsockname()[1]
         site.write()
         refusal = site.tqd("reload")
-        assert refusal.returncode == 2
+        assert refusal.exit_code == 2
         assert f"is in use by pid {os.getpid()}" in refusal.stderr
         assert "servers.a.port" in refusal.stderr
         assert site.get(port)[0] == 200
         assert site.ready() == pids
 
-    assert site.tqd("reload").returncode == 0
+    assert site.tqd("reload").exit_code == 0
     site.until(lambda: site.server("a")["launch"] == 2, "the move")
     site.ready()
 
@@ -255,7 +255,7 @@ def test_a_change_of_the_status_address_needs_another_daemon(site: Site) -> None
     site.write()
 
     refusal = site.tqd("reload")
-    assert refusal.returncode == 2
+    assert refusal.exit_code == 2
     assert "needs a daemon restart" in refusal.stderr
 
 
@@ -267,5 +267,5 @@ def test_a_model_that_appears_later_lets_its_server_start(site: Site) -> None:
     assert site.is_in("a", "blocked")["reason_code"] == "model_missing"
 
     (site.folder / "elsewhere").rename(site.folder / "model")
-    assert site.tqd("start", "a", "--no-wait").returncode == 0
-    site.ready()
+    assert site.tqd("start", "a").exit_code == 0
+    assert site.server("a")["state"] == "ready"

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from daemon.policy.architecture import Architecture, Layer, LayerKind, read_architecture
-from daemon.policy.spec import NamedPolicy
+from daemon.policy.resolve import ResolvedPolicy, request, resolve
+from daemon.policy.spec import KvSpec, NamedPolicy
 from daemon.policy.store import load_policies
 
 CONFIGS = Path(__file__).parent.parent / "data" / "configs"
@@ -57,3 +58,13 @@ def plain() -> Callable[..., Architecture]:
 def policies() -> dict[str, NamedPolicy]:
     """Return the shipped policies."""
     return load_policies().policies
+
+
+@pytest.fixture
+def resolved(policies: dict[str, NamedPolicy]) -> Callable[..., ResolvedPolicy]:
+    """Return the resolution of a `kv` block for an architecture."""
+
+    def run(arch: Architecture, allowed: str | None = None, **keys: Any) -> ResolvedPolicy:
+        return resolve(request(KvSpec(**keys), policies), arch, allowed=allowed)
+
+    return run

@@ -17,6 +17,7 @@ import pytest
 from mlx_lm.models import cache as mlx_cache
 from mlx_lm.utils import MODEL_ARCHITECTURE_REMAPPING, MODEL_REMAPPING
 
+from daemon.cache.convert import read_model
 from daemon.policy.architecture import Architecture, Layer, LayerKind, read_architecture
 from daemon.policy.rules import architectures
 from tests.policy.tiny_configs import COMMON, NOT_BUILT, NOT_RUN, tiny_config
@@ -67,6 +68,7 @@ def test_layers_are_those_that_mlx_lm_builds(family: str) -> None:
         model(mx.array([[1, 2, 3]]), cache=caches)
     own = [layer for layer in arch.layers if layer.kind is not LayerKind.SHARED]
 
+    assert read_model(model).layers == arch.layers  # without a config.json too
     assert [seen_kind(layer) for layer in own] == [cached_kind(cache) for cache in caches]
     if family not in NOT_RUN:
         for layer, cache in zip(own, caches, strict=True):

@@ -100,16 +100,6 @@ class TestRequest:
         assert hint in str(caught.value.hint)
 
 
-@pytest.fixture
-def resolved(policies: Policies) -> Callable[..., ResolvedPolicy]:
-    """Return the resolution of a `kv` block for an architecture."""
-
-    def run(arch: Architecture, allowed: str | None = None, **keys: Any) -> ResolvedPolicy:
-        return resolve(request(KvSpec(**keys), policies), arch, allowed=allowed)
-
-    return run
-
-
 Resolved = Callable[..., ResolvedPolicy]
 
 

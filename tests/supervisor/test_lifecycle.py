@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 
 from daemon.config.spec import ProbeSpec, RestartSpec, ServerSpec
-from daemon.supervisor import lifecycle
-from daemon.supervisor.lifecycle import (
+from daemon.supervisor import events, lifecycle
+from daemon.supervisor.events import (
     Beat,
     Block,
-    Cause,
-    Desired,
     Exited,
     Garbled,
     Grant,
@@ -23,20 +21,18 @@ from daemon.supervisor.lifecycle import (
     SendDrain,
     SendLive,
     SendSignal,
-    Server,
     Slept,
     Spawn,
     Spawned,
     SpawnFailed,
     Start,
-    State,
     Stop,
     Tick,
     Unblock,
     Update,
-    step,
-    wake_at,
 )
+from daemon.supervisor.lifecycle import step, wake_at
+from daemon.supervisor.server import Cause, Desired, Server, State
 
 SPEC = ServerSpec(
     model="m",
@@ -55,9 +51,9 @@ class Machine:
     def __init__(self, spec: ServerSpec = SPEC) -> None:
         self.server = Server("chat", spec, "hash-1")
         self.now = 100.0
-        self.effects: list[lifecycle.Effect] = []
+        self.effects: list[events.Effect] = []
 
-    def __call__(self, *events: lifecycle.Event, after: float = 0.0) -> Machine:
+    def __call__(self, *events: events.Event, after: float = 0.0) -> Machine:
         self.now += after
         for event in events:
             self.server, effects = step(self.server, event, self.now)
@@ -70,7 +66,7 @@ class Machine:
         spawn = (Start(), Grant("n"), Spawned(launch, 40))
         load = (*spawn, Hello(launch, "n", 1))
         ready = (*load, Ready(launch, "n", self.server.spec_hash))
-        ways: dict[State, tuple[lifecycle.Event, ...]] = {
+        ways: dict[State, tuple[events.Event, ...]] = {
             State.STOPPED: (),
             State.BLOCKED: (Start(), Block(IN_USE)),
             State.STARTING: spawn,
@@ -108,9 +104,6 @@ def machine() -> Machine:
     return Machine()
 
 
-# --- the way up ----------------------------------------------------------------------------------
-
-
 def test_a_start_waits_for_its_turn_and_then_spawns(machine: Machine) -> None:
     machine(Start())
     assert (machine.state, machine.server.queued, machine.effects) == (State.STARTING, True, [])
@@ -141,7 +134,7 @@ def test_hello_then_ready_with_the_right_nonce_and_hash_is_ready(machine: Machin
     ],
 )
 def test_a_worker_that_breaks_the_protocol_is_ended_and_the_server_failed(
-    machine: Machine, lie: lifecycle.Event
+    machine: Machine, lie: events.Event
 ) -> None:
     machine(Start(), Grant("n1"), Spawned(1, 40), lie)
     assert machine.state is State.STOPPING
@@ -191,9 +184,6 @@ def test_loading_may_take_as_long_as_it_moves(machine: Machine) -> None:
     assert machine.state is State.STOPPING
 
 
-# --- hanging -------------------------------------------------------------------------------------
-
-
 def test_a_loop_that_stands_still_is_degraded_then_replaced(machine: Machine) -> None:
     machine.to(State.READY)(Beat(1, 5), Tick(), after=1)
     machine(Beat(1, 5), Tick(), after=9.9)
@@ -223,9 +213,6 @@ def test_waking_from_sleep_degrades_nobody(machine: Machine) -> None:
     machine.now += 3600
     machine(Slept(3600.0), Tick())
     assert machine.state is State.READY
-
-
-# --- failing -------------------------------------------------------------------------------------
 
 
 def test_delays_double_up_to_the_longest_and_vary_by_a_fifth() -> None:
@@ -258,6 +245,15 @@ def test_more_restarts_than_allowed_is_failed_with_exit_code_and_last_lines(
     )
 
 
+def test_no_restarts_allowed_means_failed_at_once() -> None:
+    machine = Machine(replace_restart(max=0)).to(State.LOADING)
+    machine(Exited(1, 1))
+    assert (machine.state, machine.server.cause) == (
+        State.FAILED,
+        Cause("crashed", "exited with 1"),
+    )
+
+
 def test_failures_outside_the_window_do_not_count(machine: Machine) -> None:
     machine(Start(), Grant("n"), Exited(1, 1))
     for launch in range(2, 8):
@@ -278,7 +274,7 @@ def test_ready_for_long_enough_forgives(machine: Machine) -> None:
 
 @pytest.mark.parametrize("amends", [Start(), Restart(), Replace(SPEC, "hash-2")])
 def test_a_start_or_an_edit_ends_failed_and_forgives(
-    machine: Machine, amends: lifecycle.Event
+    machine: Machine, amends: events.Event
 ) -> None:
     machine.to(State.FAILED)(amends)
     assert machine.server.queued
@@ -328,26 +324,25 @@ def test_the_workers_own_words_explain_a_failure(machine: Machine) -> None:
     assert machine.server.cause == Cause("bad_config", "no such scheme", "write fp16")
 
 
-# --- blocked -------------------------------------------------------------------------------------
-
-
 def test_a_taken_port_blocks_without_spending_a_retry(machine: Machine) -> None:
     machine(Start(), Grant("n"), SpawnFailed(1, IN_USE))
     assert (machine.state, machine.server.failures) == (State.BLOCKED, 0)
 
     machine(Tick(), after=lifecycle.RECHECK_S)
-    assert machine.effects[-1] == lifecycle.Recheck("chat")
+    assert machine.effects[-1] == events.Recheck("chat")
 
     machine(Unblock())
     assert machine.server.queued
 
 
+def test_missing_files_are_looked_for_less_often_than_a_port(machine: Machine) -> None:
+    machine(Start(), Block(Cause("model_missing", "no such folder")))
+    assert machine.due() == lifecycle.RECHECK_FILES_S
+
+
 def test_a_program_that_is_missing_is_retried(machine: Machine) -> None:
     machine(Start(), Grant("n"), SpawnFailed(1, Cause("spawn_failed", "no such file")))
     assert machine.state is State.BACKOFF
-
-
-# --- the way down --------------------------------------------------------------------------------
 
 
 def test_stop_drains_then_terminates_then_kills_after_the_grace(machine: Machine) -> None:
@@ -408,9 +403,6 @@ def test_stop_without_a_process_is_immediate(machine: Machine, state: State) -> 
     assert (machine.state, machine.effects) == (State.STOPPED, [])
 
 
-# --- changes -------------------------------------------------------------------------------------
-
-
 def test_an_edit_drains_the_old_worker_and_starts_the_newest_spec(machine: Machine) -> None:
     machine.to(State.READY)
     machine(Replace(SPEC, "hash-2"), Replace(SPEC, "hash-3"))
@@ -437,8 +429,6 @@ def test_a_live_change_reaches_the_worker_and_its_timers(machine: Machine) -> No
     assert machine(Exited(1, 1)).state is State.FAILED
 
 
-# --- every state, every event --------------------------------------------------------------------
-
 NO_PROCESS = {State.STOPPED, State.BLOCKED, State.BACKOFF, State.FAILED}
 
 POSSIBLE: dict[State, set[State]] = {
@@ -464,7 +454,7 @@ POSSIBLE: dict[State, set[State]] = {
     State.FAILED: {State.STARTING, State.STOPPED},
 }
 
-EVENTS: list[lifecycle.Event] = [
+EVENTS: list[events.Event] = [
     *(Start(), Stop(), Restart(), Hurry(), Replace(SPEC, "hash-1"), Replace(SPEC, "hash-2")),
     *(Update(SPEC), Block(IN_USE), Unblock(), Grant("n2")),
     *(Spawned(1, 40), SpawnFailed(1, IN_USE), SpawnFailed(1, Cause("spawn_failed", "x"))),
@@ -477,7 +467,7 @@ EVENTS: list[lifecycle.Event] = [
 @pytest.mark.parametrize("event", EVENTS, ids=repr)
 @pytest.mark.parametrize("state", State)
 def test_every_event_in_every_state_is_a_possible_transition(
-    state: State, event: lifecycle.Event
+    state: State, event: events.Event
 ) -> None:
     machine = Machine().to(state)
     before = machine.server
@@ -502,4 +492,4 @@ def replace_restart(**changes: object) -> ServerSpec:
 
 def test_the_table_of_transitions_covers_every_state() -> None:
     assert set(POSSIBLE) == set(State)
-    assert {type(event) for event in EVENTS} == set(lifecycle.Event.__args__)
+    assert {type(event) for event in EVENTS} == set(events.Event.__args__)

@@ -9,13 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from daemon.config.spec import ProbeSpec, RestartSpec, ServerSpec
-from daemon.supervisor import lifecycle, plan
-from daemon.supervisor.lifecycle import (
-    Address,
+from daemon.supervisor import events, lifecycle, plan
+from daemon.supervisor.events import (
     Beat,
     Block,
-    Cause,
-    Desired,
     Exited,
     Hello,
     Hurry,
@@ -26,7 +23,6 @@ from daemon.supervisor.lifecycle import (
     Spawn,
     Spawned,
     Start,
-    State,
     Stop,
 )
 from daemon.supervisor.plan import (
@@ -40,6 +36,7 @@ from daemon.supervisor.plan import (
     Told,
     listeners,
 )
+from daemon.supervisor.server import Address, Cause, Desired, State
 
 GRACE_S = 7.0
 
@@ -67,7 +64,7 @@ class World:
     now: float = 0.0
     alive: dict[tuple[str, int], str] = field(default_factory=dict)
     terminated_at: dict[tuple[str, int], float] = field(default_factory=dict)
-    effects: list[lifecycle.Effect] = field(default_factory=list)
+    effects: list[events.Effect] = field(default_factory=list)
 
     def do(self, event: plan.Event) -> None:
         self.fleet, effects = plan.step(self.fleet, event, self.now)
@@ -75,7 +72,7 @@ class World:
             self.effects.append(effect)
             self._happen(effect)
 
-    def tell(self, name: str, event: lifecycle.Event) -> None:
+    def tell(self, name: str, event: events.Event) -> None:
         self.do(Told(name, event))
 
     def apply(self, *changes: Put | Remove, parallel: int = 1) -> None:
@@ -104,7 +101,7 @@ class World:
     def spawned(self) -> list[str]:
         return [effect.name for effect in self.effects if isinstance(effect, Spawn)]
 
-    def _happen(self, effect: lifecycle.Effect) -> None:
+    def _happen(self, effect: events.Effect) -> None:
         match effect:
             case Spawn(name, launch, nonce):
                 assert all(owner != name for owner, _ in self.alive), "two processes of one server"
@@ -170,6 +167,15 @@ def test_additions_wait_for_what_removals_free() -> None:
     world.exit("old", 0)
     assert world.spawned() == ["old", "new"]
     assert "old" not in world.fleet.servers
+
+
+def test_an_addition_does_not_wait_for_a_removal_that_was_taken_back() -> None:
+    world = World()
+    world.apply(put("old", 1))
+    world.load("old")
+    world.apply(Remove("old"), put("new", 2))
+    world.apply(put("old", 1, 2))
+    assert world.spawned() == ["old", "new"]
 
 
 def test_two_servers_swap_ports_without_sharing_one() -> None:
@@ -286,9 +292,9 @@ class RandomHistory(RuleBasedStateMachine):
 
     @rule(
         name=NAMES,
-        event=st.sampled_from([Start(), Stop(), Restart(), Hurry(), lifecycle.Unblock()]),
+        event=st.sampled_from([Start(), Stop(), Restart(), Hurry(), events.Unblock()]),
     )
-    def the_user_asks(self, name: str, event: lifecycle.Event) -> None:
+    def the_user_asks(self, name: str, event: events.Event) -> None:
         self.world.tell(name, event)
 
     @rule(name=NAMES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from io import BytesIO, StringIO
 from typing import Any
 
@@ -13,7 +14,7 @@ from openai.types import Model
 from daemon import log
 from daemon.config.wire import Live
 from daemon.worker.serving import Phase
-from tests.worker.fake_engine import MAX_CONTEXT, Script
+from tests.worker.fake_engine import MAX_CONTEXT, Script, fake_loaded
 from tests.worker.live_app import CHAT, HELLO, TEXT, live_app, until
 
 OPEN = ["/", "/health", "/healthz", "/livez", "/readyz"]
@@ -151,6 +152,15 @@ async def test_an_engine_that_does_not_move_is_not_ready() -> None:
         answer = await app.get("/readyz")
         assert (answer.status, answer.json["status"]) == (503, "stalled")
         assert (await app.get("/livez")).status == 200
+
+
+async def test_a_model_of_which_nothing_grows_has_no_bits_a_value() -> None:
+    async with live_app(loaded=False) as app:
+        loaded = fake_loaded(app.serving.spec, app.engine)
+        nothing = {"bytes_per_token": 0.0, "bytes_per_token_fp16": 0.0}
+        app.serving.load(replace(loaded, kv=loaded.kv.model_copy(update=nothing)))
+
+        assert (await app.get("/v1/cache/stats")).json["kv_bits"] is None
 
 
 async def test_properties_and_cache_stats_tell_the_effective_kv_mode() -> None:

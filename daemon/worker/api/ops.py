@@ -157,5 +157,8 @@ def _kv_modes(serving: Serving) -> dict[str, object]:
         return modes | {"kv_cache_mode": None, "kv_bits": None}
     kv = serving.loaded.kv
     schemes = sorted(kv.effective, key=lambda scheme: -kv.effective[scheme])
+    modes["kv_cache_mode"] = "+".join(schemes)
+    if not kv.bytes_per_token_fp16:  # recurrent layers and token budgets only: nothing grows
+        return modes | {"kv_bits": None}
     bits = REFERENCE_BITS * kv.bytes_per_token / kv.bytes_per_token_fp16
-    return modes | {"kv_cache_mode": "+".join(schemes), "kv_bits": round(bits, 3)}
+    return modes | {"kv_bits": round(bits, 3)}

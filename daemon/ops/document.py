@@ -1,0 +1,234 @@
+"""The shape of the status document, for those who build it and those who read it.
+
+Bytes are integers, durations seconds, moments ISO 8601 in UTC. A section that nothing is known about is
+null. New keys may come at any time; `SCHEMA` is raised when one changes its meaning or goes away.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict
+
+SCHEMA = 1
+
+Verdict = Literal["ok", "degraded", "failing"]
+
+
+class DaemonStatus(TypedDict):
+    """The supervisor itself. *status_endpoint* is null when it is off or could not be opened."""
+
+    version: str
+    pid: int
+    started_at: str
+    uptime_s: float
+    host: str
+    platform: str
+    state: Literal["running", "stopping"]
+    verdict: Verdict
+    state_dir: str
+    status_endpoint: str | None
+    status_endpoint_error: str | None
+
+
+class ProblemStatus(TypedDict):
+    """One thing wrong with the file on disk."""
+
+    file: str
+    line: int
+    col: int
+    path: str
+    message: str
+    hint: str | None
+
+
+class ConfigSection(TypedDict):
+    """What is on disk against what is in force."""
+
+    path: str
+    state: str
+    in_sync: bool
+    hash_on_disk: str | None
+    hash_applied: str | None
+    applied_at: str | None
+    last_attempt_at: str | None
+    generation: int
+    reload: str
+    errors: list[ProblemStatus]
+    warnings: list[str]
+    pending: list[str]
+
+
+class Health(TypedDict):
+    """*live*: there is a process that speaks; *ready*: it can take requests now."""
+
+    live: bool
+    ready: bool
+    heartbeat_age_s: float | None
+
+
+class Restarts(TypedDict):
+    """Restarts after failures."""
+
+    total: int
+    in_window: int
+    max: int
+    consecutive_failures: int
+    next_attempt_at: str | None
+
+
+class ExitStatus(TypedDict):
+    """How the last worker ended; *code* is negative for a signal."""
+
+    launch: int
+    code: int | None
+    at: str
+    classified: str
+    tail: list[str]
+
+
+class Endpoint(TypedDict):
+    """Where the server answers."""
+
+    host: str
+    port: int
+    url: str
+
+
+class ModelStatus(TypedDict):
+    """The loaded model."""
+
+    id: str
+    path: str
+    model_type: str
+    layers: int
+    max_context: int
+    device: str
+    mlx_version: str
+    mlx_lm_version: str
+
+
+class Requests(TypedDict):
+    """Requests now, and since the worker started."""
+
+    running: int
+    waiting: int
+    capacity: int
+    total: int
+    errors: int
+    rejected: int
+    cancelled: int
+
+
+class Throughput(TypedDict):
+    """Tokens, over the last minute and since the worker started."""
+
+    prompt_tps: float
+    decode_tps: float
+    window_s: int
+    prompt_tokens_total: int
+    generation_tokens_total: int
+
+
+class Memory(TypedDict):
+    """Bytes that the worker reports."""
+
+    weights_bytes: int
+    kv_bytes: int
+    mlx_active_bytes: int
+    mlx_cache_bytes: int
+    mlx_peak_bytes: int
+
+
+class KvRequested(TypedDict):
+    """What servers.yaml and the named policy ask for."""
+
+    policy: str
+    k: str
+    v: str
+    boundary_v: int
+    boundary_mode: str
+    sink_tokens: int
+    tail_tokens: int
+    strict: bool
+
+
+class LayerGroup(TypedDict):
+    """Adjacent layers that got the same treatment, as the worker's probe found them."""
+
+    first: int
+    last: int
+    kind: str
+    requested: str
+    effective: str
+    reason: str | None
+
+
+class Fallback(TypedDict):
+    """Adjacent layers that did not get what was asked for."""
+
+    layers: list[int]
+    mode: str
+    reason: str | None
+
+
+class Kv(TypedDict):
+    """The KV policy as requested, and as the worker built and measured it; null until it has."""
+
+    requested: KvRequested
+    summary: str | None
+    effective_modes: dict[str, int] | None
+    fallbacks: list[Fallback] | None
+    warnings: list[str]
+    backend: str | None
+    bytes_per_token: float | None
+    bytes_per_token_fp16: float | None
+    compression: float | None
+    tokens_live: int | None
+    bytes_live: int | None
+
+
+class ServerStatus(TypedDict):
+    """One server."""
+
+    name: str
+    aliases: list[str]
+    labels: dict[str, str]
+    enabled: bool
+    desired: str
+    desired_source: str
+    state: str
+    state_since: str
+    reason: str | None
+    reason_code: str | None
+    hint: str | None
+    health: Health
+    pid: int | None
+    launch: int
+    started_at: str | None
+    ready_at: str | None
+    load_s: float | None
+    load_stage: str | None
+    load_progress: float | None
+    restarts: Restarts
+    last_exit: ExitStatus | None
+    endpoint: Endpoint
+    spec_hash: str
+    worker_spec_hash: str | None
+    log_path: str
+    model: ModelStatus | None
+    model_requested: str
+    requests: Requests | None
+    throughput: Throughput | None
+    memory: Memory | None
+    kv: Kv | None
+    layers: list[LayerGroup] | None
+    sampled_at: str | None
+
+
+class Document(TypedDict):
+    """The whole document."""
+
+    schema: int
+    now: str
+    daemon: DaemonStatus
+    config: ConfigSection
+    servers: list[ServerStatus]

@@ -1,0 +1,125 @@
+"""What a server is, as far as decisions about it need to know: data, no behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from daemon.config.spec import ServerSpec
+
+
+class State(StrEnum):
+    """What a server is observed to be."""
+
+    STOPPED = "stopped"
+    BLOCKED = "blocked"
+    STARTING = "starting"
+    LOADING = "loading"
+    READY = "ready"
+    DEGRADED = "degraded"
+    DRAINING = "draining"
+    STOPPING = "stopping"
+    BACKOFF = "backoff"
+    FAILED = "failed"
+
+
+class Desired(StrEnum):
+    """What a server is meant to be."""
+
+    RUNNING = "running"
+    STOPPED = "stopped"
+
+
+Ending = Literal[
+    "stop", "restart", "replace", "stalled", "load_stalled", "spawn_timeout", "protocol"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why a server is not simply running: a stable code, words, and what to do."""
+
+    code: str
+    message: str
+    hint: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LastExit:
+    """How the last worker of a server ended; *code* is negative for a signal, as subprocess has it."""
+
+    launch: int
+    code: int | None
+    at: float
+    classified: str
+    tail: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """The process of a server, as far as decisions need it.
+
+    *moved_at* is the last sign of progress: spawn, hello, load progress, a pass of the engine's loop.
+    *deadline* ends the drain, then the grace.
+    """
+
+    launch: int
+    nonce: str
+    spec_hash: str
+    address: Address
+    started_at: float
+    moved_at: float
+    pid: int | None = None
+    stage: str | None = None
+    fraction: float = 0.0
+    generation: int = -1
+    ready_at: float | None = None
+    ending: Ending | None = None
+    ending_message: str | None = None
+    deadline: float | None = None
+    killed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One entry of servers.yaml and what has become of it."""
+
+    name: str
+    spec: ServerSpec
+    spec_hash: str
+    desired: Desired = Desired.STOPPED
+    state: State = State.STOPPED
+    since: float = 0.0
+    cause: Cause | None = None
+    worker: Worker | None = None
+    launches: int = 0
+    attempt_at: float | None = None
+    """When `backoff` ends, or when the cause of `blocked` is looked at again."""
+    failures: int = 0
+    """Failures in a row; sets the delay."""
+    restarts: tuple[float, ...] = ()
+    """When restarts after a failure were decided, within the window."""
+    restarts_total: int = 0
+    last_exit: LastExit | None = None
+
+    @property
+    def address(self) -> Address:
+        """Where the next worker will listen."""
+        return Address(self.spec.host, self.spec.port)
+
+    @property
+    def queued(self) -> bool:
+        """Whether the server waits for its turn to be launched."""
+        return self.state is State.STARTING and self.worker is None

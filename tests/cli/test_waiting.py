@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from daemon.cli.waiting import failure, outcome, wait
+from daemon.errors import InProgressError, TqdError
+from daemon.ops.document import ServerStatus
+from daemon.supervisor.client import Client
+from daemon.supervisor.messages import Action
+
+
+def server(state: str, launch: int = 1, **more: object) -> ServerStatus:
+    plain: dict[str, Any] = {
+        "name": "chat", "state": state, "launch": launch, "reason": None, "hint": None,
+        "last_exit": None, "load_progress": None,
+    }  # fmt: skip
+    return cast("ServerStatus", plain | more)
+
+
+@pytest.mark.parametrize(
+    ("action", "state", "launch", "expected"),
+    [
+        ("start", "ready", 1, "done"),
+        ("start", "loading", 1, "waiting"),
+        ("start", "backoff", 1, "waiting"),
+        ("start", "failed", 1, "failed"),
+        ("start", "blocked", 1, "failed"),
+        ("start", "stopped", 1, "failed"),
+        ("restart", "ready", 1, "waiting"),
+        ("restart", "ready", 2, "done"),
+        ("restart", "draining", 1, "waiting"),
+        ("stop", "draining", 1, "waiting"),
+        ("stop", "stopped", 1, "done"),
+    ],
+)
+def test_each_state_means_done_failed_or_wait(
+    action: Action, state: str, launch: int, expected: str
+) -> None:
+    assert outcome(action, server(state, launch), 1) == expected
+
+
+def test_a_server_that_left_the_file_has_been_stopped() -> None:
+    assert outcome("stop", None, 1) == "done"
+    assert outcome("start", None, 1) == "failed"
+
+
+class Script(Client):
+    """A daemon whose server goes through the given states, one for each look."""
+
+    def __init__(self, *servers: ServerStatus | None) -> None:
+        self._servers = list(servers)
+
+    def status(self) -> Any:
+        found = self._servers.pop(0) if len(self._servers) > 1 else self._servers[0]
+        return {"servers": [] if found is None else [found]}
+
+
+def test_a_failure_ends_the_wait_with_its_last_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    last = {"code": 1, "tail": ["RuntimeError: no"]}
+    failed = server("failed", reason="exited with 1", last_exit=last)
+    with pytest.raises(TqdError, match="chat is failed: exited with 1") as error:
+        wait(Script(server("loading"), failed), "start", {"chat": 0}, 10)
+    assert "RuntimeError: no" in error.value.message
+    assert error.value.hint == "`tqd logs chat` shows all it wrote"
+    assert capsys.readouterr().err == "chat loading\n"
+
+
+def test_a_server_that_leaves_the_file_meanwhile_ends_the_wait() -> None:
+    with pytest.raises(TqdError, match="chat is no longer in"):
+        wait(Script(server("loading"), None), "start", {"chat": 0}, 10)
+
+
+def test_the_time_is_up_while_it_still_goes_on() -> None:
+    with pytest.raises(InProgressError, match="chat is loading") as error:
+        wait(Script(server("loading")), "start", {"chat": 0}, 0)
+    assert error.value.exit_code == 5
+
+
+def test_a_signal_is_told_as_one() -> None:
+    last = {"code": -9, "tail": []}
+    assert failure(server("failed", last_exit=last)).endswith(
+        "(the last worker ended with signal 9)"
+    )
+
+
+def test_a_workers_json_lines_are_opened_up_and_other_lines_kept() -> None:
+    logged = '{"event": "engine.failed", "level": "error", "timestamp": "now", "code": 70, "exception": "Traceback\\nboom"}'
+    last = {"code": 70, "tail": [logged, "plain", '{"no": "event"}', "7"]}
+
+    lines = failure(server("failed", last_exit=last)).splitlines()[1:]
+
+    assert lines == [
+        "  now error engine.failed code=70", "    Traceback", "    boom", "  plain", '  {"no": "event"}', "  7",
+    ]  # fmt: skip

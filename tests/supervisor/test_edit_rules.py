@@ -1,0 +1,107 @@
+"""What an edit means, before anything is done about it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from daemon.config.diff import Stop, diff
+from daemon.config.prepare import Blocked, PreparedServer
+from daemon.config.spec import ServerSpec
+from daemon.policy.spec import KvRequest
+from daemon.supervisor import edits
+from daemon.supervisor.plan import Adjust, Put, Remove
+from daemon.supervisor.server import Cause, Desired
+
+KV = KvRequest(
+    policy="balanced", k="int8", v="turbo4", explicit=False, boundary_v=0, boundary_mode="int8",
+    boundary_k="auto", sink_tokens=4, tail_tokens=32, strict=False,
+)  # fmt: skip
+
+
+def server(name: str, spec_hash: str = "1", **keys: object) -> PreparedServer:
+    spec = ServerSpec.model_validate({"model": "m", "port": 8081} | keys)
+    return PreparedServer(name, "m", spec, KV, spec_hash, spec_hash)
+
+
+def table(*servers: PreparedServer) -> dict[str, PreparedServer]:
+    return {it.name: it for it in servers}
+
+
+def desired(it: PreparedServer) -> Desired:
+    return Desired.RUNNING if it.spec.enabled and it.spec.autostart else Desired.STOPPED
+
+
+def changes(before: edits.Servers, after: edits.Servers) -> tuple[object, ...]:
+    return edits.changes(diff(before, after), before, after, desired)
+
+
+def test_each_step_becomes_a_change_of_the_fleet() -> None:
+    before = table(server("gone"), server("same"), server("new-worker"), server("live"))
+    after = table(
+        server("same"),
+        server("new-worker", "2", port=8082),
+        server("live", labels={"a": "b"}),
+        server("new"),
+    )
+    assert changes(before, after) == (
+        Remove("gone"),
+        Put("new-worker", after["new-worker"].spec, "2", Desired.RUNNING),
+        Put("new", after["new"].spec, "1", Desired.RUNNING),
+        Adjust("live", after["live"].spec),
+    )
+
+
+def test_a_disabled_entry_is_shown_but_not_run() -> None:
+    on, off = server("a"), server("a", enabled=False)
+    stopped = Put("a", off.spec, "1", Desired.STOPPED)
+    assert changes({}, table(off)) == (stopped,)
+    assert changes(table(on), table(off)) == (stopped,)
+    assert changes(table(off), table(on)) == (Put("a", on.spec, "1", Desired.RUNNING),)
+    assert changes(table(off), {}) == (Remove("a"),)
+
+
+def test_what_the_user_stopped_is_not_started_by_an_edit() -> None:
+    before, after = table(server("a")), table(server("a", "2", autostart=False))
+    assert changes(before, after) == (Put("a", after["a"].spec, "2", Desired.STOPPED),)
+    assert edits.to_run(diff(before, after), desired) == []
+
+
+def test_a_server_that_cannot_start_says_why() -> None:
+    missing = Blocked("model_missing", "no such folder", "pull it")
+    blocked = replace(server("a"), blocked=missing)
+    assert edits.put(blocked, Desired.RUNNING).blocked == Cause(*missing)
+
+
+def test_an_edit_is_to_blame_only_for_what_it_blocks_itself() -> None:
+    missing = Blocked("model_missing", "no such folder", None)
+    free, blocked = server("a"), replace(server("a"), blocked=missing)
+    assert edits.newly_blocked([blocked], table(free)) == [blocked]
+    assert edits.newly_blocked([blocked], {}) == [blocked]
+    assert edits.newly_blocked([blocked], table(blocked)) == []
+    assert edits.newly_blocked([free], table(blocked)) == []
+
+
+def test_only_a_new_address_must_be_proven_free() -> None:
+    here, there = server("a"), server("a", port=8082)
+    assert edits.newly_addressed([there], table(here)) == [there]
+    assert edits.newly_addressed([here], table(here)) == []
+    assert edits.newly_addressed([here], {}) == [here]
+
+
+@pytest.mark.parametrize(
+    ("stops", "running", "much"),
+    [
+        ("a", "a", True),
+        ("a", "ab", False),
+        ("ab", "ab", True),
+        ("ab", "abc", False),
+        ("ab", "abcd", False),
+        ("abc", "abcd", True),
+        ("abc", "", False),
+        ("x", "ab", False),
+    ],
+)
+def test_an_edit_that_takes_away_too_much_is_suspect(stops: str, running: str, much: bool) -> None:
+    assert edits.removes_much([Stop(name) for name in stops], set(running)) is much

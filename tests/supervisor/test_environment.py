@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from daemon.config.spec import ServerSpec
+from daemon.supervisor.environment import worker_command, worker_environment
+
+SPEC = ServerSpec(model="m", port=1, env={"HF_HOME": "/data", "B": "mine"})
+
+
+def test_a_worker_inherits_the_environment_less_what_is_the_daemons() -> None:
+    environ = {"PATH": "/bin", "B": "theirs", "NOTIFY_SOCKET": "/run/x", "WATCHDOG_USEC": "1"}
+    env = worker_environment(SPEC, environ, preload=None)
+    assert env == {"PATH": "/bin", "B": "mine", "HF_HOME": "/data", "PYTHONUNBUFFERED": "1"}
+
+
+def test_openblas_joins_what_is_preloaded_already() -> None:
+    blas = Path("/lib/libopenblas.so.0")
+    assert worker_environment(SPEC, {}, preload=blas)["LD_PRELOAD"] == str(blas)
+    env = worker_environment(SPEC, {"LD_PRELOAD": "/a.so"}, preload=blas)
+    assert env["LD_PRELOAD"] == f"/a.so {blas}"
+
+
+def test_the_servers_own_preload_wins() -> None:
+    spec = SPEC.model_copy(update={"env": {"LD_PRELOAD": ""}})
+    assert worker_environment(spec, {}, preload=Path("/b.so"))["LD_PRELOAD"] == ""
+
+
+def test_a_worker_runs_our_python_or_the_one_it_asks_for() -> None:
+    assert worker_command(SPEC, {}) == [sys.executable, "-P", "-m", "daemon.worker"]
+    other = SPEC.model_copy(update={"python": "/venv/bin/python"})
+    assert worker_command(other, {})[0] == "/venv/bin/python"
