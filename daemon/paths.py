@@ -46,6 +46,11 @@ class StateDir:
         return self.root / "allowlist.yaml"
 
     @property
+    def profiles(self) -> Path:
+        """Calibration profiles, one file per model and text."""
+        return self.root / "profiles"
+
+    @property
     def last_good(self) -> Path:
         """The last configuration that was accepted."""
         return self.root / "last-good"

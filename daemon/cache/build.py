@@ -8,7 +8,7 @@ falls back to mlx-lm's own caches, with a reason, where they disagree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from daemon.cache.alone import alone
 from daemon.cache.latent import BatchLatentCache, LatentCache
 from daemon.cache.row import Row
 from daemon.cache.sequence import BatchCache, SequenceCache
+from daemon.kernels.keys import KeyTransform
 from daemon.policy.architecture import LayerKind
 from daemon.policy.resolve import LayerPlan
 from daemon.policy.rules import Batching
@@ -46,9 +47,11 @@ class Slot:
     plan: LayerPlan
     packed: bool
     members: tuple[int, ...] = ()
+    keys: KeyTransform | None = None
+    statistics_id: str | None = None
 
     @property
-    def calibrated(self) -> bool:
+    def calibratable(self) -> bool:
         """Whether the statistics of keys mean anything here: latents have none that a rotary module made."""
         return self.packed and self.plan.kind is LayerKind.FULL
 
@@ -59,6 +62,8 @@ class Slot:
             sink_tokens=self.plan.sink_tokens,
             tail_tokens=self.plan.tail_tokens,
             token_budget=None if scheme else self.plan.token_budget,
+            keys=self.keys,
+            statistics_id=self.statistics_id,
         )
 
     def placed(self, stock: Any, make: Callable[[Any], Any]) -> Any:
@@ -111,7 +116,19 @@ class CacheFactory:
     @property
     def any_scaled_keys(self) -> bool:
         """Whether the keys of some layer get packed, and can be calibrated."""
-        return any(slot.calibrated and slot.plan.effective.k.scaled for slot in self.slots)
+        return any(slot.calibratable and slot.plan.effective.k.scaled for slot in self.slots)
+
+    def calibrated(
+        self, keys: Mapping[int, KeyTransform], statistics_id: str | None
+    ) -> CacheFactory:
+        """Return a factory whose slots take off their keys what *keys* has for their index."""
+        slots = [
+            replace(
+                slot, keys=keys.get(index), statistics_id=statistics_id if index in keys else None
+            )
+            for index, slot in enumerate(self.slots)
+        ]
+        return self._with(slots)
 
     @property
     def packed_kinds(self) -> tuple[LayerKind, ...]:

@@ -136,7 +136,7 @@ def calibrate(
         raise ValueError(
             f"calibration needs at least {RUN_TOKENS // 4 + SKIP_QUERIES} tokens of text"
         )
-    totals = {index: _Totals() for index, slot in enumerate(factory.slots) if slot.calibrated}
+    totals = {index: _Totals() for index, slot in enumerate(factory.slots) if slot.calibratable}
     all_tokens = sum(map(len, runs))
     done = 0
     with _watched_ropes(model) as calls:
@@ -186,7 +186,7 @@ def checkpoint_means(
     """
     found = {}
     for index, slot in enumerate(factory.slots):
-        if not slot.calibrated or slot.plan.index >= len(model.layers):
+        if not slot.calibratable or slot.plan.index >= len(model.layers):
             continue
         modules = dict(model.layers[slot.plan.index].named_modules())
         names = {name.rsplit(".", 1)[-1] for name in modules}
@@ -216,7 +216,7 @@ def _recorded(
 ) -> tuple[list[Any], dict[int, _Recorder]]:
     """Return caches of which those that can be calibrated are recorders, and these by their slot."""
     recorders = {
-        index: _Recorder(calls) for index, slot in enumerate(factory.slots) if slot.calibrated
+        index: _Recorder(calls) for index, slot in enumerate(factory.slots) if slot.calibratable
     }
     caches = factory.stock()
     for index, recorder in recorders.items():

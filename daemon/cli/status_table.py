@@ -155,6 +155,7 @@ def _layers(server: ServerStatus) -> Iterator[RenderableType]:
     if kv["compression"] is not None:
         cost += f", {kv['compression']:.2f}x smaller than at 16 bits"
     yield Text(f"\nKV cache: {kv['summary']}; {cost} ({kv['backend']})")
+    yield Text(f"calibration: {kv['calibration']}")
     for warning in kv["warnings"]:
         yield Text(f"note: {warning}")
     table = Table(box=None, pad_edge=False, header_style="bold")

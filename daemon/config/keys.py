@@ -16,7 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, TypeAdapter, Valida
 from pydantic.fields import FieldInfo
 
 from daemon.config.spec import ApiKeyFile, DaemonSpec, LogSpec, PromptCacheSpec, ServerSpec
-from daemon.policy.spec import FrozenModel, KvSpec, LayerRule
+from daemon.policy.spec import CalibrationSource, FrozenModel, KvSpec, LayerRule
 from daemon.units import Duration, Size
 
 Model = type[FrozenModel]
@@ -26,6 +26,7 @@ Kind = Literal["text", "integer", "number", "boolean", "null", "size", "duration
 PATHS: frozenset[tuple[Model, str]] = frozenset({
     (ServerSpec, "adapter"), (ServerSpec, "chat_template"), (ServerSpec, "python"), (ApiKeyFile, "file"),
     (PromptCacheSpec, "disk"), (LogSpec, "dir"), (DaemonSpec, "control"),
+    (CalibrationSource, "text"), (CalibrationSource, "profile"),
 })  # fmt: skip
 # Keys that hold a path or a hub id.
 MODELS: frozenset[tuple[Model, str]] = frozenset(
@@ -35,7 +36,6 @@ MODELS: frozenset[tuple[Model, str]] = frozenset(
 SECRETS: frozenset[tuple[Model, str]] = frozenset({(ServerSpec, "api_key"), (ServerSpec, "env")})
 # Spellings of what a key that is not yet available does anyway.
 SAME_AS_DEFAULT: Mapping[tuple[Model, str], frozenset[str]] = {
-    (KvSpec, "calibration"): frozenset({"auto", "none"}),  # nothing is calibrated either way
     (KvSpec, "compress"): frozenset({"chunk"}),
 }
 
@@ -46,6 +46,7 @@ HINTS: Mapping[tuple[Model, str], str] = {
     (ServerSpec, "cors_origins"): "[localhost]",
     (ServerSpec, "aliases"): "[qwen]",
     (ServerSpec, "kv"): "kv: {policy: balanced}",
+    (KvSpec, "calibration"): "auto, none, {text: path} or {profile: path}",
 }
 # What stands for a required key that is missing or wrong while the rest is checked.
 STAND_INS: Mapping[tuple[Model, str], str | int] = {

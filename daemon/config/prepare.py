@@ -313,6 +313,7 @@ def worker_spec(
     nonce: str,
     log_level: Level = "info",
     memory_limit_bytes: int | None = None,
+    profiles: Path | None = None,
 ) -> WorkerSpec:
     """Return what the worker of *server*, which must not be blocked, reads first."""
     if server.model_path is None:
@@ -326,6 +327,8 @@ def worker_spec(
         server=_for_worker(server),
         kv=server.kv,
         api_key=server.api_key,
+        fingerprint=server.fingerprint,
+        profiles=str(profiles) if profiles else None,
         memory_limit_bytes=memory_limit_bytes,
         allowed_low_bit_keys=server.allowed,
         log_level=log_level,

@@ -37,6 +37,8 @@ class WorkerSpec(Message):
     server: ServerSpec
     kv: KvRequest
     api_key: str | None = Field(None, repr=False, description="resolved from a reference or a file")
+    fingerprint: str | None = Field(None, description="of the model; names its calibration profile")
+    profiles: str | None = Field(None, description="the folder of calibration profiles")
     memory_limit_bytes: int | None = None
     allowed_low_bit_keys: str | None = Field(
         None, description="why keys at 4 bits or fewer are allowed; null: they are not"
@@ -98,6 +100,7 @@ class KvReport(Message):
     warnings: tuple[str, ...] = ()
     sink_tokens: int
     tail_tokens: int
+    calibration: str = Field("none", description="where the statistics of the keys come from")
     backend: str = Field(description="which attention runs: reference | metal | cuda")
     bytes_per_token: float = Field(description="measured on real buffers of packed tokens")
     bytes_per_token_fp16: float = Field(description="the same layers in a 16-bit cache")

@@ -178,6 +178,7 @@ class Kv(TypedDict):
     effective_modes: dict[str, int] | None
     fallbacks: list[Fallback] | None
     warnings: list[str]
+    calibration: str | None
     backend: str | None
     bytes_per_token: float | None
     bytes_per_token_fp16: float | None

@@ -308,6 +308,7 @@ def _kv(prepared: PreparedServer | None, report: Report | None) -> Kv | None:
         "effective_modes": dict(built.effective) if built else None,
         "fallbacks": _fallbacks(built) if built else None,
         "warnings": list(built.warnings) if built else [],
+        "calibration": built.calibration if built else None,
         "backend": built.backend if built else None,
         "bytes_per_token": built.bytes_per_token if built else None,
         "bytes_per_token_fp16": built.bytes_per_token_fp16 if built else None,

@@ -86,6 +86,7 @@ def request(kv: KvSpec, policies: Mapping[str, NamedPolicy]) -> KvRequest:
         sink_tokens=_or(kv.sink_tokens, policy.sink_tokens),
         tail_tokens=_or(kv.tail_tokens, policy.tail_tokens),
         strict=_or(kv.strict, policy.strict),
+        calibration=_or(kv.calibration, "auto"),
         layers=_or(kv.layers, policy.layers),
         warnings=tuple(warnings),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class FrozenModel(BaseModel):
@@ -21,6 +21,24 @@ def later(default: Any, description: str, **kwargs: Any) -> Any:
 
 
 Match = str | list[int]
+
+
+class CalibrationSource(FrozenModel):
+    """What to calibrate on instead of the text that Python brings along: one of the two."""
+
+    text: str | None = Field(
+        None, description="Path of a UTF-8 text; a few thousand words are enough."
+    )
+    profile: str | None = Field(None, description="Path of a calibration profile of this model.")
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> CalibrationSource:
+        if (self.text is None) == (self.profile is None):
+            raise ValueError("write either text or profile")
+        return self
+
+
+Calibration = Literal["auto", "none"] | CalibrationSource
 
 
 class LayerRule(FrozenModel):
@@ -79,9 +97,9 @@ class KvSpec(FrozenModel):
     tail_tokens: Annotated[int, Field(ge=0, le=65536)] | None = Field(
         None, description="Newest tokens kept in full precision."
     )
-    calibration: Literal["auto", "none"] | dict[str, str] | None = later(
+    calibration: Calibration | None = Field(
         None,
-        "auto | none | {text: path} | {profile: path}; key statistics measured once per model.",
+        description="auto | none | {text: path} | {profile: path}; statistics of the keys, measured once per model.",
     )
     budget: str | int = later("auto", "Bytes for all live KV of this server | auto | none.")
     compress: Literal["chunk", "first_decode"] | None = Field(
@@ -134,5 +152,6 @@ class KvRequest(FrozenModel):
     sink_tokens: int
     tail_tokens: int
     strict: bool
+    calibration: Calibration = "auto"
     layers: tuple[LayerRule, ...] = Field((), strict=False)
     warnings: tuple[str, ...] = Field((), strict=False)

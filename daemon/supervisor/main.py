@@ -72,6 +72,7 @@ class _Daemon:
         self._sockets = Sockets(time.monotonic)
         self._reconciler = Reconciler(
             sockets=self._sockets,
+            profiles=self._state.profiles,
             log_path=self._log_path,
             clock=time.monotonic,
             leftovers={it.name: it.pid for it in self._earlier},

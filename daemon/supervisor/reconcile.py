@@ -51,7 +51,7 @@ class _Job:
 class Reconciler:
     """Owns the fleet. Give it its workers, then await `run`.
 
-    *turned* is called after every turn of the loop, *recheck* when only reading the configuration
+    *profiles* is where workers keep calibration profiles. *turned* is called after every turn of the loop, *recheck* when only reading the configuration
     again can tell whether a server is still blocked.
     """
 
@@ -61,6 +61,7 @@ class Reconciler:
         self,
         *,
         sockets: Sockets,
+        profiles: Path,
         log_path: Callable[[str, DaemonSpec], Path],
         clock: Callable[[], float],
         leftovers: Mapping[str, int],
@@ -70,6 +71,7 @@ class Reconciler:
         self.fleet = Fleet(boot=secrets.token_hex(16), leftovers=leftovers)
         self.wanted = Wanted()
         self._sockets = sockets
+        self._profiles = profiles
         self._log_path = log_path
         self._clock = clock
         self._turned = turned
@@ -159,7 +161,13 @@ class Reconciler:
         if listener is None:
             self.workers.refuse(name, launch, _port_in_use(self._refused[address]))
             return
-        spec = worker_spec(prepared, launch=launch, nonce=nonce, log_level=daemon.log.level)
+        spec = worker_spec(
+            prepared,
+            launch=launch,
+            nonce=nonce,
+            log_level=daemon.log.level,
+            profiles=self._profiles,
+        )
         self.workers.spawn(spec, listener, self._log_path(name, daemon))
 
     def _look_again(self, server: Server) -> None:

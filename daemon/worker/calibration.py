@@ -23,10 +23,11 @@ from daemon.cache.calibrate import KeyStatistics
 from daemon.cache.profile import Profile, ProfileError
 from daemon.errors import WorkerExit, WorkerExitError
 from daemon.kernels.keys import KeyTransform
+from daemon.policy import spec as policy
 
 RUNS = 2  # of calibrate.RUN_TOKENS tokens each: more changed nothing measurable
 LIMIT_S = 180.0  # a machine that is slower than this serves uncalibrated
-CHARACTERS = 60_000  # enough text for the tokens above in any tokenizer
+CHARACTERS = 24_000  # enough text for the tokens above in any tokenizer
 
 Progress = Callable[[float], None]
 
@@ -45,7 +46,7 @@ class Calibration:
 class Wanted:
     """What a server's `kv.calibration` and its model come to."""
 
-    setting: str | Mapping[str, str]  # auto | none | {text: path} | {profile: path}
+    setting: policy.Calibration
     fingerprint: str | None
     folder: Path | None  # where profiles are kept
     strict: bool
@@ -111,9 +112,9 @@ def _stored_or_measured(
     model: Any, tokenizer: Any, factory: CacheFactory, wanted: Wanted, progress: Progress
 ) -> Profile:
     setting = wanted.setting
-    if not isinstance(setting, str) and "profile" in setting:
-        return profile.load(Path(setting["profile"]), wanted.fingerprint)
-    name, text = _text(setting)
+    if not isinstance(setting, str) and setting.profile is not None:
+        return profile.load(Path(setting.profile), wanted.fingerprint)
+    name, text = _text(None if isinstance(setting, str) else setting.text)
     if wanted.folder is None or wanted.fingerprint is None:
         return _measured(model, tokenizer, factory, name, text, wanted, progress)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -155,9 +156,9 @@ def _runs(tokens: Sequence[int]) -> list[Sequence[int]]:
     return [tokens[start : start + size] for start in range(0, min(len(tokens), RUNS * size), size)]
 
 
-def _text(setting: str | Mapping[str, str]) -> tuple[str, str]:
-    if not isinstance(setting, str):
-        path = Path(setting["text"])
+def _text(written: str | None) -> tuple[str, str]:
+    if written is not None:
+        path = Path(written)
         try:
             return path.name, path.read_text(encoding="utf-8")[:CHARACTERS]
         except (OSError, UnicodeDecodeError) as error:
@@ -170,4 +171,4 @@ def _text(setting: str | Mapping[str, str]) -> tuple[str, str]:
 
 
 def _ours(factory: CacheFactory) -> set[int]:
-    return {index for index, slot in enumerate(factory.slots) if slot.calibrated}
+    return {index for index, slot in enumerate(factory.slots) if slot.calibratable}

@@ -25,6 +25,7 @@ from daemon.kernels import attention
 from daemon.policy.architecture import Architecture, LayerKind, read_architecture
 from daemon.policy.resolve import ResolvedPolicy, resolve, summarize
 from daemon.policy.rules import Batching, architectures
+from daemon.worker.calibration import Calibration, Wanted, calibrated
 
 Progress = Callable[[str, float], None]
 
@@ -66,10 +67,10 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
     progress("reading weights", 0.0)
     model, config = _load_weights(folder, architecture)
     for done in _evaluated(model):
-        progress("reading weights", 0.9 * done)
-    progress("loading the tokenizer", 0.9)
+        progress("reading weights", 0.8 * done)
+    progress("loading the tokenizer", 0.8)
     tokenizer = _load_tokenizer(folder, spec, config)
-    progress("checking the KV policy", 0.95)
+    progress("checking the KV policy", 0.85)
     vocab_size: int = model(mx.array([[0]])).shape[-1]  # nothing is computed for a shape
     factory = build.plan_caches(
         model,
@@ -77,7 +78,10 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
         batching=architecture.batching,
     )
     factory = _probed(folder, model, factory, vocab_size)
-    kv_report = _kv_report(spec, resolved, factory, build.measure(model, factory, vocab_size))
+    calibration = _calibration(spec, architecture, model, tokenizer, factory, progress)
+    factory = factory.calibrated(calibration.transforms, calibration.id)
+    cost = build.measure(model, factory, vocab_size)
+    kv_report = _kv_report(spec, resolved, factory, cost, calibration)
     if spec.kv.strict:
         _refuse_fallbacks(resolved, factory)
         _refuse_lost_budgets(resolved, factory)
@@ -194,11 +198,36 @@ def _probed(folder: Path, model: Any, factory: CacheFactory, vocab_size: int) ->
         ) from error
 
 
+def _calibration(
+    spec: wire.WorkerSpec,
+    architecture: Architecture,
+    model: Any,
+    tokenizer: Any,
+    factory: CacheFactory,
+    progress: Progress,
+) -> Calibration:
+    wanted = Wanted(
+        setting=spec.kv.calibration,
+        fingerprint=spec.fingerprint,
+        folder=Path(spec.profiles) if spec.profiles else None,
+        strict=spec.kv.strict,
+        head_dims={layer.index: layer.head_dim_k for layer in architecture.layers},
+    )
+    return calibrated(
+        model,
+        tokenizer,
+        factory,
+        wanted,
+        lambda share: progress("measuring the keys (once per model)", 0.85 + 0.15 * share),
+    )
+
+
 def _kv_report(
     spec: wire.WorkerSpec,
     resolved: ResolvedPolicy,
     factory: CacheFactory,
     cost: build.BytesPerToken,
+    calibration: Calibration,
 ) -> wire.KvReport:
     built = {slot.plan.index: slot.plan for slot in factory.slots}
     plans = tuple(built.get(plan.index, plan) for plan in resolved.layers)
@@ -218,7 +247,8 @@ def _kv_report(
             for group in final.groups()
         ),
         effective=dict(final.effective_counts),
-        warnings=final.warnings,
+        warnings=(*final.warnings, *([calibration.problem] if calibration.problem else [])),
+        calibration=calibration.source,
         sink_tokens=spec.kv.sink_tokens,
         tail_tokens=spec.kv.tail_tokens,
         backend=attention.backend() if factory.any_packed else "mlx",

@@ -46,12 +46,8 @@ def tiny_llama() -> Any:
 
 @pytest.fixture
 def make_caches(tiny_llama: Any) -> MakeCaches:
-    def make(scheme: str, *, sink_tokens: int = 4, tail_tokens: int = 32) -> list[SequenceCache]:
-        return [
-            SequenceCache(
-                Row(parse_scheme(scheme), sink_tokens=sink_tokens, tail_tokens=tail_tokens)
-            )
-            for _ in tiny_llama.layers
-        ]
+    def make(scheme: str, **options: Any) -> list[SequenceCache]:
+        settings = {"sink_tokens": 4, "tail_tokens": 32, **options}
+        return [SequenceCache(Row(parse_scheme(scheme), **settings)) for _ in tiny_llama.layers]
 
     return make

@@ -33,14 +33,24 @@ def test_greedy_tokens_of_the_fp16_scheme_equal_mlx_lms(tiny_llama: Any, make_ca
         assert solo(tiny_llama, make_caches("fp16"), prompt) == expected
 
 
+@pytest.mark.parametrize("options", [{}, {"tail_tokens": 0, "token_budget": 96}])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_batch_row_equals_its_solo_run(
-    tiny_llama: Any, make_caches: Any, scheme: str, monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Any,
+    make_caches: Any,
+    scheme: str,
+    options: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two waves of admission, ragged prompts, rows that end at different times."""
-    monkeypatch.setattr(tiny_llama, "make_cache", lambda: make_caches(scheme), raising=False)
+    """Two waves of admission, ragged prompts, rows that end at different times, with and without a token budget."""
+
+    def caches() -> list[Any]:
+        made: list[Any] = make_caches(scheme, **options)
+        return made
+
+    monkeypatch.setattr(tiny_llama, "make_cache", caches, raising=False)
     expected = [
-        solo(tiny_llama, make_caches(scheme), prompt, count)
+        solo(tiny_llama, caches(), prompt, count)
         for prompt, count in zip(PROMPTS, (4, 12, 7, 9), strict=True)
     ]
     generator = BatchGenerator(

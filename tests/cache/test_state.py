@@ -26,6 +26,7 @@ from daemon.cache.row import Row
 from daemon.cache.sequence import BatchCache, SequenceCache
 from daemon.cache.state import Identity
 from daemon.errors import SnapshotError
+from daemon.kernels.keys import KeyTransform
 from daemon.policy.schemes import SCHEMES, parse_scheme
 
 TOKENS = tuple((7 * i) % 997 for i in range(150))
@@ -104,6 +105,28 @@ def test_sinks_tail_and_budget_come_back(
     assert same(restored, cache)
     assert restored.is_trimmable() == cache.is_trimmable()
     assert restored.row.statistics_id == options.get("statistics_id")
+
+
+def test_keys_packed_by_statistics_come_back_with_the_statistics_of_that_name(
+    tmp_path: Path,
+) -> None:
+    """A snapshot names the statistics and does not hold them: the empty cache brings them."""
+    keys = KeyTransform(mx.full((2, 32), 2.0), mx.full((2, 32), 0.5), None)
+    cache = row_cache(keys=keys, statistics_id="profile-1")
+    grow(cache, 150)
+    state.save(tmp_path / "named", [cache], IDENTITY)
+
+    empty = row_cache(keys=keys, statistics_id="profile-1")
+    (restored,) = state.restore(tmp_path / "named", [empty], IDENTITY)
+
+    q = mx.random.normal((1, 4, 1, 32), key=mx.random.key(9))
+    assert mx.array_equal(restored.attend(q, 0.2, None, None), cache.attend(q, 0.2, None, None))
+    with pytest.raises(SnapshotError, match="statistics_id of cache 0 is profile-1, expected none"):
+        state.restore(tmp_path / "named", [row_cache()], IDENTITY)
+    nameless = row_cache(keys=keys)
+    grow(nameless, 150)
+    with pytest.raises(SnapshotError, match="statistics that have no id"):
+        state.save(tmp_path / "x", [nameless], IDENTITY)
 
 
 def test_the_whole_cache_of_a_model_continues_with_the_same_logits(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 from daemon.cache import window
 from daemon.cache.row import Row
 from daemon.cache.sequence import BatchCache, SequenceCache
+from daemon.kernels.keys import KeyTransform, Rotary
 from daemon.policy.schemes import parse_scheme
 
 HEADS, DIM = 2, 32
@@ -154,6 +156,34 @@ def test_a_models_own_mask_is_cut_to_what_is_kept(additive: bool) -> None:
 
     assert (offset, row.dropped) == (296, 192)
     assert mx.allclose(got[0], keys[:, mx.array([2, 250, 297, 298])], atol=1e-5)
+
+
+@pytest.mark.parametrize("queries", [1, 12])
+def test_key_means_are_given_back_at_the_positions_they_were_taken_off(queries: int) -> None:
+    """The mean turns with the position; after a drop a token's place in the row is not its position."""
+    rope = nn.RoPE(DIM, base=100.0)
+    mean = mx.random.normal((HEADS, DIM), key=mx.random.key(8)) * 10
+    turned = rope(mx.broadcast_to(mean[None, :, None], (1, HEADS, 400, DIM)))
+    keys = turned + keys_of(400)[None] / 4
+    values = keys_of(400, seed=1)[None]
+    transform = KeyTransform(mx.ones((HEADS, DIM)), mean, Rotary(rope, DIM))
+    row = Row(
+        parse_scheme("turbo8v8"), sink_tokens=4, tail_tokens=32, token_budget=128, keys=transform
+    )
+    cache = SequenceCache(row)
+    for at in range(0, 388, 4):
+        cache.update_and_fetch(keys[:, :, at : at + 4], values[:, :, at : at + 4])
+    cache.update_and_fetch(keys[:, :, 388 : 388 + queries], values[:, :, 388 : 388 + queries])
+    q = keys_of(queries, seed=5)[None] / 4
+
+    got = cache.attend(q, 1.0, "causal" if queries > 1 else None, None)
+
+    index = mx.array(attended(388, 128, 4))
+    expected = mx.fast.scaled_dot_product_attention(
+        q[:, :, :1], keys[:, :, index], values[:, :, index], scale=1.0
+    )
+    assert row.dropped > 200
+    assert mx.allclose(got[:, :, :1], expected, atol=0.03)
 
 
 def test_positions_go_on_counting() -> None:

@@ -37,7 +37,11 @@ def test_every_value_in_it_is_the_default(loaded: Loaded) -> None:
 def test_it_mentions_every_key() -> None:
     paths = {path for model in (ServerSpec, DaemonSpec) for path, _ in walk(model)}
     paths |= set(LayerRule.model_fields)
-    mentioned = set(re.findall(r"^\s*(?:#\s+)?(?:- )?(\w+):", TEXT, re.MULTILINE)) | {"file"}
+    mentioned = set(re.findall(r"^\s*(?:#\s+)?(?:- )?(\w+):", TEXT, re.MULTILINE)) | {
+        "file",
+        "text",
+        "profile",
+    }
     assert {path.rpartition(".")[2] for path in paths} <= mentioned
     blocks = {model for root in (ServerSpec, DaemonSpec) for model in blocks_of(root)}
     assert {name for model in blocks for name in model.model_fields} <= mentioned
@@ -58,7 +62,7 @@ def test_what_is_commented_out_loads_at_its_default_too(tmp_path: Path, loaded: 
     path.write_text(COMMENTED.sub(r"\1\2", TEXT), encoding="utf-8")
     again = load(path, environ={}).servers
     assert again.daemon == loaded.servers.daemon
-    calibrated = {"calibration": "auto", "compress": "chunk"}  # written out, the same as left out
+    calibrated = {"compress": "chunk"}  # written out, the same as left out
     chat = loaded.servers.servers["chat"]
     assert again.servers["chat"] == chat.model_copy(
         update={"kv": chat.kv.model_copy(update=calibrated)}
