@@ -24,7 +24,7 @@ check: $(VENV)/.dev
 unit: $(VENV)/.dev
 	$(RUN) -m pytest
 
-bench-quality: $(VENV)/.runtime  ## KL divergence and bytes of every scheme on real text
+bench-quality: $(VENV)/.runtime  ## KL divergence and bytes of our schemes and published ones; ARGS=--small takes minutes
 	$(RUN) tests/bench/quality.py $(ARGS)
 
 clean:

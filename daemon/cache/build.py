@@ -61,6 +61,7 @@ class Slot:
             scheme or self.plan.effective,
             sink_tokens=self.plan.sink_tokens,
             tail_tokens=self.plan.tail_tokens,
+            fold_tokens=self.plan.fold_tokens,
             token_budget=None if scheme else self.plan.token_budget,
             keys=self.keys,
             statistics_id=self.statistics_id,
@@ -115,8 +116,8 @@ class CacheFactory:
 
     @property
     def any_scaled_keys(self) -> bool:
-        """Whether the keys of some layer get packed, and can be calibrated."""
-        return any(slot.calibratable and slot.plan.effective.k.scaled for slot in self.slots)
+        """Whether the keys of some layer are rotated and packed, and can be calibrated."""
+        return any(slot.calibratable and slot.plan.effective.k.rotated for slot in self.slots)
 
     def calibrated(
         self, keys: Mapping[int, KeyTransform], statistics_id: str | None
@@ -365,12 +366,14 @@ def parts(caches: Sequence[Any]) -> Iterator[Any]:
 
 
 def _packed_bytes(row: Row, n_heads: int, dim_k: int, dim_v: int) -> float:
-    """Return the bytes by which a row like *row* grows per token, between two lengths that are whole tiles apart."""
+    """Return the bytes by which a row like *row* grows per token, between two lengths that are whole folds apart."""
     scratch = row.fresh()
     dtype = getattr(mx, row.dtype)
-    tokens = 512 + row.tail_tokens  # a multiple of a tile, so that both lengths leave the same tail
+    folds = 16 * row.fold_tokens
+    # past the sinks, and both lengths leave the same tail
+    first = -(-row.sink_tokens // row.fold_tokens) * row.fold_tokens + row.tail_tokens + folds
     used = []
-    for _ in range(2):
+    for tokens in (first, folds):
         scratch.append(
             mx.zeros((n_heads, tokens, dim_k), dtype=dtype),
             mx.zeros((n_heads, tokens, dim_v), dtype=dtype),

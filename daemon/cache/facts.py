@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
@@ -39,6 +39,7 @@ class RowFacts(Facts):
     scheme: str
     sink_tokens: NonNegativeInt
     tail_tokens: NonNegativeInt
+    fold_tokens: NonNegativeInt
     token_budget: NonNegativeInt | None
     statistics_id: str | None
     length: NonNegativeInt
@@ -119,6 +120,7 @@ def row_facts(row: Row, state: RowState, *, latent: bool = False) -> RowFacts:
         scheme=row.scheme.name,
         sink_tokens=row.sink_tokens,
         tail_tokens=row.tail_tokens,
+        fold_tokens=row.fold_tokens,
         token_budget=row.token_budget,
         statistics_id=row.statistics_id,
         length=state.length,
@@ -134,8 +136,9 @@ def _side_facts(codec: Codec, dim: int, dtype: str) -> SideFacts:
     rule = _SCALE_RULES.get(codec.name.rstrip("0123456789."))
     pin = None
     if rule == "unbiased" and dim:
-        bits: Any = codec.bits
-        pin = hashlib.sha256(codebook.centroids(bits, dim).astype("<f8").tobytes()).hexdigest()
+        pin = hashlib.sha256(
+            codebook.centroids(codec.bits, dim).astype("<f8").tobytes()
+        ).hexdigest()
     return SideFacts(
         codec=codec.name, bits=codec.bits, scale_rule=rule, codebook=pin, dim=dim, dtype=dtype
     )

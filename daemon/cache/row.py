@@ -1,9 +1,10 @@
 """The storage of one sequence in one layer: [sinks | packed tiles | tail].
 
 Tokens arrive at the tail in full precision. Before the next ones arrive, all but the newest
-*tail_tokens* move into tiles of 32, so a token is packed once and its raw form is gone. Arrays are
-never written in place: an update makes a new array, which MLX turns into a write to the old buffer
-when nobody else holds it. So a copy of a row shares everything and costs nothing.
+*tail_tokens* move into tiles of 32, a fold of one or more tiles at a time, so a token is packed once
+and its raw form is gone. Arrays are never written in place: an update makes a new array, which MLX
+turns into a write to the old buffer when nobody else holds it. So a copy of a row shares everything
+and costs nothing.
 
 With a token budget, whole tiles leave from after the sinks (daemon.cache.window says which). What is
 left keeps its order and its slots: to attention the row is a shorter sequence.
@@ -51,8 +52,9 @@ class Row:
     """One sequence of one layer; *length* tokens so far.
 
     Of these, *dropped* tokens after the sinks are gone, in whole tiles, where there is a
-    *token_budget*: the most tokens that any token attends to. *keys* is what is taken off keys before
-    they are packed, and *statistics_id* the name of the statistics behind it.
+    *token_budget*: the most tokens that any token attends to. Tokens leave the tail *fold_tokens* at a
+    time, a multiple of a tile. *keys* is what is taken off keys before they are packed, and
+    *statistics_id* the name of the statistics behind it; affine keys are packed as they are.
     """
 
     def __init__(
@@ -61,21 +63,24 @@ class Row:
         *,
         sink_tokens: int,
         tail_tokens: int,
+        fold_tokens: int = TILE,
         token_budget: int | None = None,
         keys: KeyTransform | None = None,
         statistics_id: str | None = None,
     ) -> None:
         if token_budget is not None and (
-            token_budget % TILE or token_budget < least_token_budget(sink_tokens, tail_tokens)
+            token_budget % TILE
+            or token_budget < least_token_budget(sink_tokens, tail_tokens, fold_tokens)
         ):
             raise ValueError(
                 f"a token budget of {token_budget} is not a multiple of {TILE} with room for"
-                f" {sink_tokens} sink tokens, a tail of {tail_tokens} and two tiles"
+                f" {sink_tokens} sink tokens, a tail of {tail_tokens}, a fold of {fold_tokens} and a tile"
             )
         self.scheme = scheme
-        self.keys = keys if scheme.k.scaled else None
+        self.keys = keys if scheme.k.rotated else None
         self.sink_tokens = sink_tokens
         self.tail_tokens = tail_tokens
+        self.fold_tokens = fold_tokens
         self.token_budget = token_budget
         self.statistics_id = statistics_id
         self.length = 0
@@ -92,6 +97,7 @@ class Row:
             self.scheme,
             sink_tokens=self.sink_tokens,
             tail_tokens=self.tail_tokens,
+            fold_tokens=self.fold_tokens,
             token_budget=self.token_budget,
             keys=self.keys,
             statistics_id=self.statistics_id,
@@ -284,10 +290,11 @@ class Row:
         return self.length - self.dropped
 
     def _packable(self) -> int:
-        """Return the kept token up to which tokens leave the tail: whole tiles, unless there is no tail at all."""
+        """Return the kept token up to which tokens leave the tail: whole folds, unless there is no tail at all."""
         if self.tail_tokens == 0:
             return self._kept
-        return (self._kept - self.tail_tokens) // TILE * TILE
+        folded = (self.length - self.tail_tokens) // self.fold_tokens * self.fold_tokens
+        return folded - self.dropped
 
     def _drop(self) -> None:
         """Forget the oldest tokens after the sinks that the next token does not attend to."""
@@ -343,8 +350,10 @@ class Row:
             codes = mx.concatenate([old[0][:, :kept], codes], axis=1)
             scales = mx.concatenate([old[1][:, :kept], scales], axis=1)
         spare = -(codes.shape[1] + unused) % TILE
-        return mx.pad(codes, [(0, 0), (unused, spare), (0, 0)]), mx.pad(
-            scales, [(0, 0), (unused, spare)]
+        around = [(0, 0), (unused, spare)]
+        return (
+            mx.pad(codes, [*around, (0, 0)]),
+            mx.pad(scales, around + [(0, 0)] * (scales.ndim - 2)),
         )
 
     def _store(self, tiles: mx.array, at: int) -> None:

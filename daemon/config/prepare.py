@@ -34,7 +34,7 @@ from daemon.log import Level
 from daemon.paths import StateDir, hf_hub_dir
 from daemon.policy.architecture import Architecture, read_architecture
 from daemon.policy.budget import KvCost, kv_bytes, kv_cost, longest_context
-from daemon.policy.resolve import ResolvedPolicy, allowance, request, resolve
+from daemon.policy.resolve import ResolvedPolicy, allowance, fewest_key_bits, request, resolve
 from daemon.policy.rules import AllowEntry
 from daemon.policy.spec import KvRequest
 from daemon.policy.store import load_allowlist
@@ -100,6 +100,7 @@ class Prepared:
     warnings: tuple[Problem, ...]
     content_hash: str
     memory_bytes: int
+    allowlist: tuple[AllowEntry, ...]
     daemon_source: Source = field(repr=False)
 
 
@@ -131,6 +132,7 @@ def prepare(loaded: Loaded, *, state: StateDir, memory: int | None = None) -> Pr
         warnings=loaded.warnings,
         content_hash=loaded.content_hash,
         memory_bytes=total,
+        allowlist=allowlist,
         daemon_source=loaded.daemon_source,
     )
 
@@ -229,7 +231,12 @@ def _resolved(
 ) -> PreparedServer:
     """Return *server* with the policy of each layer and its sizes; raises PolicyError."""
     architecture, spec = model.architecture, server.spec
-    allowed = allowance(architecture.model_type, allowlist, fingerprint=model.fingerprint)
+    allowed = allowance(
+        architecture.model_type,
+        allowlist,
+        fingerprint=model.fingerprint,
+        key_bits=fewest_key_bits(server.kv),
+    )
     resolved = resolve(server.kv, architecture, allowed=allowed)
     weights_bytes = model.weights.total_bytes or None
     free = max(0, budget - model.weights.total_bytes)

@@ -1,11 +1,15 @@
-"""The canonical centroids: half-integers on an int8 grid, so that every backend decodes the same numbers.
+"""The canonical centroids: numbers on an int8 grid, so that every backend decodes the same ones.
 
 A rotated unit vector of d values has coordinates that follow a scaled Beta density,
 f(t) ∝ (1 − t²/d)^((d−3)/2) for t = √d·y (Zandieh et al., TurboQuant, arXiv 2504.19874, §3). The
-MSE-optimal codebook for it is Lloyd-Max. tqd's centroids are ±(m + ½)·λ: the integers m come from one
-table per width and fit in a byte, and λ is the step that makes the codebook's error least for a
-head_dim. Their error is within 1 % of Lloyd-Max, and the half-integers allow decoding without a
-gather, by an odd polynomial.
+MSE-optimal codebook for it is Lloyd-Max. tqd's centroids lie within 1 % of its error (2 % at 5
+bits): the integers m come from one table per width and fit in a byte, and λ is the grid step that
+makes the codebook's error least for a head_dim.
+
+A codebook with an even number of levels has centroids ±(m + ½)·λ, half-integers, so that a sign flip
+is the bitwise complement of a byte. The one with 11 levels, 3.5 bits (log₂ 11 = 3.46), has a level at
+zero and its centroids are whole: 0 and ±m·λ. Both decode without a gather, by an odd polynomial of
+the distance from the middle and a rounding.
 """
 
 from __future__ import annotations
@@ -17,22 +21,44 @@ import numpy.typing as npt
 
 Float = npt.NDArray[np.float64]
 
-# m of each positive centroid, ascending; every m + ½ stays below 128, so a centroid fits in one byte.
-MAGNITUDES: dict[int, tuple[int, ...]] = {
+# m of each positive centroid, ascending; every one fits in a signed byte.
+MAGNITUDES: dict[float, tuple[int, ...]] = {
     2: (38, 127),
     3: (14, 44, 79, 127),
+    3.5: (20, 40, 62, 89, 127),
     4: (5, 18, 30, 43, 58, 75, 96, 127),
+    5: (2, 7, 12, 18, 23, 29, 34, 41, 47, 54, 61, 69, 79, 90, 105, 127),
 }
 
-# Odd polynomials p with round(p(u) − ½) = m for u = i + ½, i the index of m: coefficients of u, u³, u⁵, …
-# 2 and 3 bits interpolate; 4 bits is the minimax fit of degree 7 (largest error 0.456 < ½, so rounding is exact).
-DECODE_POLYNOMIALS: dict[int, tuple[float, ...]] = {
+# Odd polynomials p with round(p(u) − fraction) = m, where u is the distance of m's code from the middle of all:
+# coefficients of u, u³, u⁵, … Their largest errors are 0, 0.032, 0.112, 0.456 and 0.422 by width (the last two are
+# minimax fits), all below the ½ that rounding absorbs.
+DECODE_POLYNOMIALS: dict[float, tuple[float, ...]] = {
     2: (76.0, 4.0),
     3: (28.857813, 0.3125, 0.025),
+    3.5: (19.866667, 0.013888889, 0.0083333333),
     4: (11.89665, 0.06080564, -0.0008578736, 2.504903e-05),
+    5: (5.108646, 0.004478948, 6.13659e-05, -5.374081e-07, 1.794523e-09),
 }
 
 _STEP_UNIT = 2.0**-20  # λ is rounded to this, so that every platform has the same one
+
+
+def levels(bits: float) -> int:
+    """Return how many centroids the codebook of *bits* has; codes are 0 to one less, ascending.
+
+    Raises:
+        ValueError: there is no codebook of that width.
+    """
+    if bits not in MAGNITUDES:
+        widths = ", ".join(f"{width:g}" for width in MAGNITUDES)
+        raise ValueError(f"no codebook of {bits:g} bits; there are {widths}")
+    return 2 * len(MAGNITUDES[bits]) + (bits % 1 != 0)
+
+
+def fraction(bits: float) -> float:
+    """Return what is added to m: ½, or 0 where one level is zero."""
+    return 0.0 if levels(bits) % 2 else 0.5
 
 
 def beta_density(dim: int, t: Float) -> Float:
@@ -42,25 +68,23 @@ def beta_density(dim: int, t: Float) -> Float:
 
 
 @cache
-def step(bits: int, dim: int) -> float:
+def step(bits: float, dim: int) -> float:
     """Return λ, the grid step of the *bits*-wide codebook for vectors of *dim* values.
 
-    Fixed point of λ = E[t·(m+½)] / E[(m+½)²] under nearest-centroid assignment, which minimizes the
+    Fixed point of λ = E[t·g] / E[g²], g the grid value of the nearest centroid, which minimizes the
     mean squared error over λ.
 
     Raises:
         ValueError: there is no codebook of that width, or *dim* is below 4.
     """
-    if bits not in MAGNITUDES:
-        raise ValueError(f"no codebook of {bits} bits; there are {', '.join(map(str, MAGNITUDES))}")
+    grid = _grid(bits)
     if dim < 4:
         raise ValueError(f"vectors of {dim} values are too short for a codebook; at least 4")
-    magnitudes = np.array(MAGNITUDES[bits]) + 0.5
     t = np.linspace(0.0, min(np.sqrt(dim), 12.0), 200_001)[1:]
     weight = beta_density(dim, t)
-    value = 2.5 / magnitudes[-1]
+    value = 2.5 / grid[-1]
     for _ in range(200):
-        nearest = magnitudes[np.searchsorted((magnitudes[1:] + magnitudes[:-1]) * value / 2, t)]
+        nearest = grid[np.searchsorted((grid[1:] + grid[:-1]) * value / 2, t)]
         better = float((weight * t * nearest).sum() / (weight * nearest * nearest).sum())
         if abs(better - value) < 1e-12:
             break
@@ -68,13 +92,19 @@ def step(bits: int, dim: int) -> float:
     return float(round(value / _STEP_UNIT) * _STEP_UNIT)
 
 
-def centroids(bits: int, dim: int) -> Float:
-    """Return the centroids, ascending, in units of a coordinate's standard deviation; shape (2**bits,)."""
-    positive = (np.array(MAGNITUDES[bits]) + 0.5) * step(bits, dim)
-    return np.concatenate([-positive[::-1], positive])
+def centroids(bits: float, dim: int) -> Float:
+    """Return the centroids, ascending, in units of a coordinate's standard deviation; shape (levels,)."""
+    upper = _grid(bits) * step(bits, dim)
+    return np.concatenate([-upper[::-1][: levels(bits) // 2], upper])
 
 
-def thresholds(bits: int, dim: int) -> tuple[float, ...]:
-    """Return the midpoints between the positive centroids; the one at zero is implied by symmetry."""
-    positive = centroids(bits, dim)[2 ** (bits - 1) :]
-    return tuple(float(value) for value in (positive[1:] + positive[:-1]) / 2)
+def thresholds(bits: float, dim: int) -> tuple[float, ...]:
+    """Return the midpoints between the centroids that are not negative; the others are their mirror image."""
+    upper = _grid(bits) * step(bits, dim)
+    return tuple(float(value) for value in (upper[1:] + upper[:-1]) / 2)
+
+
+def _grid(bits: float) -> Float:
+    """Return the centroids that are not negative, in grid steps."""
+    middle = [0] if levels(bits) % 2 else []
+    return np.array([*middle, *MAGNITUDES[bits]]) + fraction(bits)

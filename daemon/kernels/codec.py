@@ -1,28 +1,41 @@
-"""Encode and decode vectors: the codec's formulas in plain mx, without any layout.
+"""Encode and decode vectors: the codecs' formulas in plain mx, without any layout.
 
 A vector x becomes z = R·x, codes c and one fp16 scale S with x ≈ S·Rᵀ·c. Everything stays in the
-rotated basis for as long as possible: attention rotates its queries and its output instead of every
-stored vector.
+codec's own basis for as long as possible: attention rotates its queries and its output instead of
+every stored vector.
 
 Turbo codecs: u = z·√d/‖z‖ is coded by the nearest centroid and S = ‖z‖²/⟨z, c⟩ makes the inner
 product with the stored vector unbiased (DRIVE, Vargaftik et al. 2021, Theorem 3). int8: S is the
-largest magnitude over 127.
+largest magnitude over 127. Affine codecs are `mx.quantize`, for comparison: no rotation, and a scale
+and a bias for each group of values, x ≈ S_g·c + B_g.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import cast
 
 import mlx.core as mx
 
-from daemon.kernels import codebook, rotation
+from daemon.kernels import codebook, packing, rotation
+from daemon.kernels.fused import Chain, fused
 from daemon.kernels.rotation import Side
 from daemon.policy.schemes import INT8, Codec
 
 _FP16_MAX = 65504.0
 _TINY = 1e-30
+_GRID_MIDDLE = 128  # what makes a signed grid number an unsigned one
+
+
+def rotate(x: mx.array, codec: Codec, side: Side) -> mx.array:
+    """Return the vectors *x* in the basis in which *codec* stores them, in float32 unless that is their own."""
+    return rotation.rotate(x, side) if codec.rotated else x
+
+
+def unrotate(y: mx.array, codec: Codec, side: Side) -> mx.array:
+    """Return the vectors *y* of *codec*'s basis in the model's; the inverse of rotate."""
+    return rotation.unrotate(y, side) if codec.rotated else y
 
 
 def encode(x: mx.array, codec: Codec, side: Side) -> tuple[mx.array, mx.array]:
@@ -30,39 +43,62 @@ def encode(x: mx.array, codec: Codec, side: Side) -> tuple[mx.array, mx.array]:
 
     Args:
         x: vectors of shape (..., T, D), any float dtype.
-        codec: int8 or a turbo codec.
+        codec: any but fp16.
         side: `k` or `v`; each has a rotation of its own.
 
     Returns:
-        codes of shape (..., T, D), uint8 (int8's are two's complement), and scales of shape (..., T), float16.
+        codes of shape (..., T, D), uint8 (int8's are two's complement), and float16 scales of shape
+        (..., T); an affine codec's are (..., T, 2·groups), the groups' scales and then their biases.
     """
-    z = rotation.rotate(x, side)
+    z = rotate(x, codec, side).astype(mx.float32)
+    if codec.affine:
+        return _encode_affine(z, codec)
     if codec == INT8:
         return _encode_int8(z)
-    return _encode_turbo(z, int(codec.bits))
+    return _encode_turbo(z, codec.bits)
 
 
-def decode(codes: mx.array, codec: Codec) -> mx.array:
-    """Return the values that *codes* stand for, before the scale, in the rotated basis.
+def decode(codes: mx.array, scales: mx.array, codec: Codec) -> tuple[mx.array, mx.array]:
+    """Return values and factors: a stored vector, in *codec*'s basis, is its values times its factor.
 
-    Turbo codes become (m + ½)·λ: coordinates in units of their standard deviation.
+    So a product with many vectors needs one multiplication by a factor for each, not for each value.
 
     Args:
         codes: uint8, shape (..., T, D).
+        scales: as encode returned them.
         codec: the codec they were encoded with.
 
     Returns:
-        float32, the same shape.
+        values (..., T, D) and factors (..., T), both float32. Turbo values are centroids, in units of
+        a coordinate's standard deviation; int8 values are codes.
     """
+    scales = scales.astype(mx.float32)
+    if codec.affine:
+        return _decode_affine(codes, scales, codec), mx.ones(codes.shape[:-1])
     if codec == INT8:
-        return codes.view(mx.int8).astype(mx.float32)
-    bits = int(codec.bits)
-    return _decoder(bits)(codes) * codebook.step(bits, codes.shape[-1])
+        return codes.view(mx.int8).astype(mx.float32), scales
+    return _centroids(codec.bits, codes.shape[-1])(codes), scales
 
 
 def reconstruct(codes: mx.array, scales: mx.array, codec: Codec, side: Side) -> mx.array:
-    """Return the vectors that *codes* and *scales* stand for, in the original basis, float32."""
-    return rotation.unrotate(decode(codes, codec) * scales.astype(mx.float32)[..., None], side)
+    """Return the vectors that *codes* and *scales* stand for, in the model's basis, float32."""
+    values, factors = decode(codes, scales, codec)
+    return unrotate(values * factors[..., None], codec, side)
+
+
+def _encode_affine(z: mx.array, codec: Codec) -> tuple[mx.array, mx.array]:
+    z = mx.clip(z, -_FP16_MAX, _FP16_MAX)
+    words, scales, biases = mx.quantize(z, codec.group(z.shape[-1]), int(codec.bits))
+    # MLX packs 4 and 8 bits as our single planes are packed
+    codes = packing.unpack_codes(words, codec.bits)
+    return codes, mx.concatenate([scales, biases], axis=-1).astype(mx.float16)
+
+
+def _decode_affine(codes: mx.array, scales: mx.array, codec: Codec) -> mx.array:
+    groups = scales.shape[-1] // 2
+    values = codes.astype(mx.float32).reshape(*codes.shape[:-1], groups, -1)
+    values = values * scales[..., :groups, None] + scales[..., groups:, None]
+    return values.reshape(codes.shape)
 
 
 def _encode_int8(z: mx.array) -> tuple[mx.array, mx.array]:
@@ -73,14 +109,13 @@ def _encode_int8(z: mx.array) -> tuple[mx.array, mx.array]:
     return mx.clip(codes, -127, 127).astype(mx.int8).view(mx.uint8), scales
 
 
-def _encode_turbo(z: mx.array, bits: int) -> tuple[mx.array, mx.array]:
+def _encode_turbo(z: mx.array, bits: float) -> tuple[mx.array, mx.array]:
     dim = z.shape[-1]
     norm = mx.sqrt(mx.sum(z * z, axis=-1, keepdims=True))
     u = z * (dim**0.5 / mx.maximum(norm, _TINY))
-    codes = _quantizer(bits, codebook.thresholds(bits, dim))(u)
-    values = _decoder(bits)(codes) * codebook.step(bits, dim)
+    codes = _quantizer(bits, dim)(u)
     # ‖z‖²/⟨z, c⟩ with z = u·‖z‖/√d is √d·‖z‖/⟨u, c⟩: one fewer square, so no overflow at large norms
-    overlap = mx.sum(u * values, axis=-1)
+    overlap = mx.sum(u * _centroids(bits, dim)(codes), axis=-1)
     scales = dim**0.5 * norm[..., 0] / mx.maximum(overlap, _TINY)
     return codes, _fp16(mx.where(norm[..., 0] > _TINY, scales, 0.0))
 
@@ -90,30 +125,54 @@ def _fp16(scales: mx.array) -> mx.array:
 
 
 @cache
-def _quantizer(bits: int, thresholds: tuple[float, ...]) -> Callable[[mx.array], mx.array]:
-    half = 2 ** (bits - 1)
+def _quantizer(bits: float, dim: int) -> Chain:
+    """Return the function from coordinates to the codes of their nearest centroids."""
+    levels, thresholds = codebook.levels(bits), codebook.thresholds(bits, dim)
 
     def quantize(u: mx.array) -> mx.array:
         magnitude = mx.abs(u)
-        index = mx.zeros(u.shape, dtype=mx.uint8)
-        for threshold in thresholds:
-            index = index + (magnitude > threshold).astype(mx.uint8)
-        return mx.where(u < 0, half - 1 - index, half + index).astype(mx.uint8)
+        exceeded = [(magnitude > threshold).astype(mx.uint8) for threshold in thresholds]
+        while len(exceeded) > 1:  # pairwise, for a chain that is wide instead of deep
+            pairs = zip(exceeded[::2], exceeded[1::2], strict=False)
+            odd = exceeded[-1:] if len(exceeded) % 2 else []
+            exceeded = [first + second for first, second in pairs] + odd
+        code = exceeded[0] + levels // 2
+        return mx.where(u < 0, levels - 1 - code, code)
 
-    return quantize
+    return fused(quantize)
 
 
 @cache
-def _decoder(bits: int) -> Callable[[mx.array], mx.array]:
-    compiled = mx.compile(partial(_grid_values, bits=bits), shapeless=True)
-    return cast("Callable[[mx.array], mx.array]", compiled)
+def _centroids(bits: float, dim: int) -> Chain:
+    """Return the function from codes to centroids, float32.
+
+    A gather would cost ten times as much on a CPU. The number between the two chains is a byte.
+    """
+    to_grid, scaled = fused(partial(_grid, bits=bits)), fused(partial(_scaled, bits=bits, dim=dim))
+    return lambda codes: scaled(to_grid(codes))
 
 
-def _grid_values(codes: mx.array, *, bits: int) -> mx.array:
-    """Return m + ½ with its sign for each code, by polynomial: a gather would cost ten times as much on a CPU."""
-    u = codes.astype(mx.float32) - (2**bits - 1) / 2
-    square = u * u
-    value = mx.zeros_like(u)
-    for coefficient in reversed(codebook.DECODE_POLYNOMIALS[bits]):
-        value = value * square + coefficient
-    return mx.round(value * u - 0.5) + 0.5
+def _grid(codes: mx.array, *, bits: float) -> mx.array:
+    """Return ⌊centroid / λ⌋ + 128 of each code, uint8.
+
+    Rounding is a truncation of what is never negative, which a CPU does without a library call.
+    """
+    u = codes.astype(mx.float32) - (codebook.levels(bits) - 1) / 2
+    polynomial = _polynomial(codebook.DECODE_POLYNOMIALS[bits], u * u)
+    return (polynomial * u + (_GRID_MIDDLE + 0.5 - codebook.fraction(bits))).astype(mx.uint8)
+
+
+def _scaled(grid: mx.array, *, bits: float, dim: int) -> mx.array:
+    values = grid.astype(mx.float32) - (_GRID_MIDDLE - codebook.fraction(bits))
+    return values * codebook.step(bits, dim)
+
+
+def _polynomial(coefficients: Sequence[float], x: mx.array) -> mx.array:
+    """Return Σ coefficients[i]·xⁱ by Estrin's scheme, whose depth is the logarithm of the degree."""
+    terms: Sequence[mx.array | float] = coefficients
+    while len(terms) > 1:
+        pairs = zip(terms[::2], terms[1::2], strict=False)
+        odd = terms[-1:] if len(terms) % 2 else []
+        terms = [*(low + high * x for low, high in pairs), *odd]
+        x = x * x
+    return cast("mx.array", terms[0])

@@ -88,16 +88,12 @@ def _pieces(stored: Stored) -> list[_Piece]:
     pieces = []
     if stored.k.head is not None:
         pieces.append(_Piece(stored.k.head[0].astype(mx.float32)))
+    packed = None
     if stored.packed_to > stored.packed_from:
-        codes, scales = packing.unpack(stored.tiles_in_use(), stored.layout).k or (None, None)
-        if codes is not None and scales is not None:
-            window = slice(stored.packed_from, stored.packed_to)
-            pieces.append(
-                _Piece(
-                    codec.decode(codes[0, window], stored.layout.k),
-                    scales[0, window].astype(mx.float32),
-                )
-            )
+        packed = packing.unpack(stored.tiles_in_use(), stored.layout).k
+    if packed is not None:
+        codes, scales = (part[0, stored.packed_from : stored.packed_to] for part in packed)
+        pieces.append(_Piece(*codec.decode(codes, scales, stored.layout.k)))
     if stored.k.tail is not None:
         pieces.append(_Piece(stored.k.tail[0].astype(mx.float32)))
     return pieces

@@ -4,48 +4,71 @@ A tile is a run of 32-bit words: [K codes | V codes | K scales | V scales]; a si
 has no part in it. Codes are in token-major order, 32 codes a group. A group of b-bit codes is one
 plane for each power of two in b, largest first (3 = 2 + 1): a plane of w bits holds w bits of every
 code, low bits first, in w words, code i in word i // (32/w) at bit w·(i mod 32/w). The largest plane
-carries the low bits of a code. Scales are fp16, token by token, two to a word, the first one low.
+carries the low bits of a code. Codes of 3.5 bits are below 11: two neighbours a, b make one 7-bit code
+a + 11·b, and those are packed in their place. Scales are fp16, token by token, two to a word, the
+first one low; a token has one, or all scales and then all biases of its affine groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import mlx.core as mx
 
+from daemon.kernels.fused import Chain, fused
 from daemon.policy.schemes import FP16, Codec
 
 TILE = 32  # tokens
 LAYOUT_VERSION = 1
 
-_SCALE_WORDS = TILE // 2
+_PAIR_BASE = 11  # codes of 3.5 bits
+_PAIR_BITS = 7  # 11·11 ≤ 2⁷
 
 
 @dataclass(frozen=True, slots=True)
 class TileLayout:
-    """Where the parts of a tile are: all sizes in 32-bit words."""
+    """Where the parts of a tile are: all sizes in 32-bit words.
+
+    Raises:
+        ValueError: a codec cannot store vectors of that length.
+    """
 
     k: Codec
     v: Codec
     dim_k: int
     dim_v: int
 
+    def __post_init__(self) -> None:
+        for codec, dim in ((self.k, self.dim_k), (self.v, self.dim_v)):
+            if not codec.fits(dim):
+                raise ValueError(f"{codec.name} cannot store vectors of {dim} values")
+
     @property
     def k_words(self) -> int:
         """Words of the K codes of a tile."""
-        return 0 if self.k is FP16 else int(self.k.bits) * self.dim_k
+        return _code_words(self.k, self.dim_k)
 
     @property
     def v_words(self) -> int:
         """Words of the V codes of a tile."""
-        return 0 if self.v is FP16 else int(self.v.bits) * self.dim_v
+        return _code_words(self.v, self.dim_v)
+
+    @property
+    def k_scale_words(self) -> int:
+        """Words of the K scales of a tile."""
+        return TILE * self.k.scales(self.dim_k) // 2
+
+    @property
+    def v_scale_words(self) -> int:
+        """Words of the V scales of a tile."""
+        return TILE * self.v.scales(self.dim_v) // 2
 
     @property
     def words(self) -> int:
         """Words of a whole tile."""
-        sides = (self.k is not FP16) + (self.v is not FP16)
-        return self.k_words + self.v_words + sides * _SCALE_WORDS
+        return self.k_words + self.v_words + self.k_scale_words + self.v_scale_words
 
     @property
     def packed(self) -> bool:
@@ -53,11 +76,15 @@ class TileLayout:
         return self.words > 0
 
 
+def _code_words(codec: Codec, dim: int) -> int:
+    return 0 if codec == FP16 else int(codec.bits * dim)
+
+
 @dataclass(frozen=True, slots=True)
 class Packed:
     """Codes and scales of both sides, unpacked from their bits but not decoded; None for a side that is not packed.
 
-    Codes: uint8 (H, T, D). Scales: float16 (H, T).
+    Codes: uint8 (H, T, D). Scales: float16 (H, T), or (H, T, 2·groups) of an affine codec.
     """
 
     k: tuple[mx.array, mx.array] | None
@@ -73,53 +100,67 @@ def pack(packed: Packed, layout: TileLayout) -> mx.array:
     codes, scales = [], []
     for side, codec in ((packed.k, layout.k), (packed.v, layout.v)):
         if side is not None:
-            n_heads, length, dim = side[0].shape
-            codes.append(
-                pack_codes(side[0].reshape(n_heads, length // TILE, TILE * dim), int(codec.bits))
-            )
-            scales.append(side[1].reshape(n_heads, length // TILE, TILE).view(mx.uint32))
+            n_heads, length, _ = side[0].shape
+            codes.append(pack_codes(side[0].reshape(n_heads, length // TILE, -1), codec.bits))
+            scales.append(side[1].reshape(n_heads, length // TILE, -1).view(mx.uint32))
     return mx.concatenate(codes + scales, axis=-1)
 
 
 def unpack(tiles: mx.array, layout: TileLayout) -> Packed:
     """Return the codes and scales that *tiles* hold; the inverse of pack."""
-    at_v, at_scales = layout.k_words, layout.k_words + layout.v_words
-    at_v_scales = at_scales + (_SCALE_WORDS if layout.k_words else 0)
+    at_v = layout.k_words
+    at_scales = at_v + layout.v_words
+    at_v_scales = at_scales + layout.k_scale_words
     n_heads, n_tiles, _ = tiles.shape
 
     def side(
-        codec: Codec, dim: int, first: int, last: int, at: int
+        codec: Codec, dim: int, codes_at: slice, scales_at: slice
     ) -> tuple[mx.array, mx.array] | None:
-        if codec is FP16:
+        if codec == FP16:
             return None
-        codes = unpack_codes(tiles[..., first:last], int(codec.bits))
-        scales = mx.contiguous(tiles[..., at : at + _SCALE_WORDS]).view(mx.float16)
-        return codes.reshape(n_heads, n_tiles * TILE, dim), scales.reshape(n_heads, n_tiles * TILE)
+        codes = unpack_codes(tiles[..., codes_at], codec.bits)
+        scales = mx.contiguous(tiles[..., scales_at]).view(mx.float16)
+        each = (codec.scales(dim),) if codec.affine else ()
+        return (
+            codes.reshape(n_heads, n_tiles * TILE, dim),
+            scales.reshape(n_heads, n_tiles * TILE, *each),
+        )
 
     return Packed(
-        k=side(layout.k, layout.dim_k, 0, at_v, at_scales),
-        v=side(layout.v, layout.dim_v, at_v, at_scales, at_v_scales),
+        k=side(layout.k, layout.dim_k, slice(0, at_v), slice(at_scales, at_v_scales)),
+        v=side(layout.v, layout.dim_v, slice(at_v, at_scales), slice(at_v_scales, layout.words)),
     )
 
 
-def pack_codes(codes: mx.array, bits: int) -> mx.array:
-    """Pack uint8 *codes* of shape (..., N), N a multiple of 32, into uint32 words of shape (..., N·bits/32)."""
+def pack_codes(codes: mx.array, bits: float) -> mx.array:
+    """Pack uint8 *codes* of shape (..., N) into uint32 words of shape (..., N·bits/32).
+
+    N is a multiple of 32; of 64 where *bits* is 3.5.
+    """
+    if bits % 1:
+        pairs = codes.reshape(*codes.shape[:-1], -1, 2)
+        return pack_codes(pairs[..., 0] + _PAIR_BASE * pairs[..., 1], _PAIR_BITS)
     groups = codes.reshape(*codes.shape[:-1], -1, TILE)
     planes = [
-        _pack_plane((groups >> shift) & (2**width - 1), width) for width, shift in _planes(bits)
+        _pack_plane((groups >> shift) & (2**width - 1), width)
+        for width, shift in _planes(int(bits))
     ]
     words = planes[0] if len(planes) == 1 else mx.concatenate(planes, axis=-1)
     return words.reshape(*codes.shape[:-1], -1)
 
 
-def unpack_codes(words: mx.array, bits: int) -> mx.array:
+def unpack_codes(words: mx.array, bits: float) -> mx.array:
     """Unpack uint32 *words* of shape (..., N·bits/32) into uint8 codes of shape (..., N); the inverse of pack_codes."""
-    groups = mx.contiguous(words).reshape(*words.shape[:-1], -1, bits)
+    if bits % 1:
+        pairs = unpack_codes(words, _PAIR_BITS)
+        return _split_pairs(pairs).view(mx.uint8)
+    whole = int(bits)
+    groups = mx.contiguous(words).reshape(*words.shape[:-1], -1, whole)
     codes, at = None, 0
-    for width, shift in _planes(bits):
-        plane = groups if width == bits else mx.contiguous(groups[..., at : at + width])
-        part = _unpack_plane(plane, width)
-        codes = part << shift if codes is None else codes | (part << shift)
+    for width, shift in _planes(whole):
+        plane = groups if width == whole else mx.contiguous(groups[..., at : at + width])
+        part = _unpack_plane(plane, width, shift)
+        codes = part if codes is None else codes | part
         at += width
     assert codes is not None
     return codes.reshape(*words.shape[:-1], -1)
@@ -146,10 +187,40 @@ def _pack_plane(values: mx.array, width: int) -> mx.array:
     return mx.contiguous(byte).view(mx.uint32)
 
 
-def _unpack_plane(words: mx.array, width: int) -> mx.array:
-    """Unpack uint32 *words* (..., width) into uint8 values (..., 32); the inverse of _pack_plane."""
+def _unpack_plane(words: mx.array, width: int, shift: int) -> mx.array:
+    """Unpack uint32 *words* (..., width) into uint8 values (..., 32), moved up by *shift* bits."""
     octets = words.view(mx.uint8)
-    if width == 8:
-        return octets
-    lanes = [(octets >> (lane * width)) & (2**width - 1) for lane in range(8 // width)]
-    return mx.stack(lanes, axis=-1).reshape(*octets.shape[:-1], -1)
+    return octets if width == 8 else _spreader(width, shift)(octets).view(mx.uint8)
+
+
+# To spread a byte's fields over bytes of their own, halve it again and again inside a wide integer: fields stay in
+# order, and no strided copy is made. For each width: the integer, and (distance, mask) of each halving.
+_SPREADS: dict[int, tuple[mx.Dtype, tuple[tuple[int, int], ...]]] = {
+    4: (mx.uint16, ((4, 0x0F0F),)),
+    2: (mx.uint32, ((12, 0x000F000F), (6, 0x03030303))),
+    1: (mx.uint64, ((28, 0x0000000F0000000F), (14, 0x0003000300030003), (7, 0x0101010101010101))),
+}
+
+
+@cache
+def _spreader(width: int, shift: int) -> Chain:
+    """Return the function from bytes to integers whose bytes are their *width*-bit fields, moved up by *shift* bits."""
+    kind, halvings = _SPREADS[width]
+
+    def spread(octets: mx.array) -> mx.array:
+        fields = octets.astype(kind)
+        for distance, mask in halvings:
+            fields = (fields | (fields << distance)) & mask
+        return fields << shift if shift else fields
+
+    return fused(spread)
+
+
+def _split(pairs: mx.array) -> mx.array:
+    """Return 16-bit integers with a in the low byte and b in the high one, for each a + 11·b."""
+    wide = pairs.astype(mx.uint16)
+    high = (wide * 187) >> 11  # exactly pairs // 11, for all that fit in 7 bits and more
+    return wide + (256 - _PAIR_BASE) * high
+
+
+_split_pairs = fused(_split)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from daemon.kernels import codec, packing, rotation
+from daemon.kernels import codec, packing
 from daemon.kernels.keys import KeyTransform
 from daemon.kernels.rotation import Side
 from daemon.kernels.stored import RawSide, Stored
-from daemon.policy.schemes import FP16, Codec
+from daemon.policy.schemes import Codec
 
 FUSED_QUERIES = 8  # up to this many query tokens, scores are formed piece by piece and nothing is dequantized whole
 
@@ -90,10 +90,10 @@ def _scores(
 ) -> mx.array:
     if packed is None:
         return queries @ raw.joined().astype(mx.float32).swapaxes(-1, -2)
-    codes, scales = _in_range(packed, stored)
+    stored_keys, factors = codec.decode(*_in_range(packed, stored), kind)
     keys = stored.keys
-    rotated = rotation.rotate(queries if keys is None else keys.scaled(queries), "k")
-    middle = (rotated @ codec.decode(codes, kind).swapaxes(-1, -2)) * scales[:, None]
+    rotated = codec.rotate(queries if keys is None else keys.scaled(queries), kind, "k")
+    middle = (rotated @ stored_keys.swapaxes(-1, -2)) * factors[:, None]
     bias = None if keys is None else keys.bias(queries, *stored.packed_positions)
     if bias is not None:
         middle = middle + bias
@@ -115,9 +115,9 @@ def _weighted_sum(
 ) -> mx.array:
     if packed is None:
         return weights @ raw.joined().astype(mx.float32)
-    codes, scales = _in_range(packed, stored)
-    middle = weights[..., stored.packed_from : stored.packed_to] * scales[:, None]
-    out = rotation.unrotate(middle @ codec.decode(codes, kind), "v")
+    stored_values, factors = codec.decode(*_in_range(packed, stored), kind)
+    middle = weights[..., stored.packed_from : stored.packed_to] * factors[:, None]
+    out = codec.unrotate(middle @ stored_values, kind, "v")
     if raw.head is not None:
         out = out + weights[..., : stored.packed_from] @ raw.head.astype(mx.float32)
     if raw.tail is not None:
@@ -128,7 +128,7 @@ def _weighted_sum(
 def _in_range(packed: tuple[mx.array, mx.array], stored: Stored) -> tuple[mx.array, mx.array]:
     codes, scales = packed
     window = slice(stored.packed_from, stored.packed_to)
-    return codes[:, window], scales[:, window].astype(mx.float32)
+    return codes[:, window], scales[:, window]
 
 
 def _masked(scores: mx.array, mask: Mask) -> mx.array:
@@ -160,7 +160,7 @@ def _attend_dequantized(
         whole = _restored_keys(stored, packed.k, stored.keys)
     else:
         whole = _dequantized(stored.k, packed.k, keys, "k", stored)
-        queries = queries if keys is FP16 else rotation.rotate(queries, "k").astype(kind)
+        queries = codec.rotate(queries, keys, "k").astype(kind)
     out = _sdpa(
         queries,
         whole.astype(kind),
@@ -169,7 +169,7 @@ def _attend_dequantized(
         mask,
         sinks,
     )
-    return out if values is FP16 else rotation.unrotate(out, "v").astype(kind)
+    return codec.unrotate(out, values, "v").astype(kind)
 
 
 def _restored_keys(
@@ -187,9 +187,11 @@ def _dequantized(
 ) -> mx.array:
     if packed is None:
         return raw.joined()
-    codes, scales = _in_range(packed, stored)
-    middle = codec.decode(codes, kind) * scales[..., None]
-    outer = [None if part is None else rotation.rotate(part, side) for part in (raw.head, raw.tail)]
+    vectors, factors = codec.decode(*_in_range(packed, stored), kind)
+    middle = vectors * factors[..., None]
+    outer = [
+        None if part is None else codec.rotate(part, kind, side) for part in (raw.head, raw.tail)
+    ]
     return mx.concatenate(
         [part for part in (outer[0], middle, outer[1]) if part is not None], axis=1
     )

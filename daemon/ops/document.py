@@ -148,6 +148,7 @@ class KvRequested(TypedDict):
     boundary_mode: str
     sink_tokens: int
     tail_tokens: int
+    fold_tokens: int
     strict: bool
 
 

@@ -302,6 +302,7 @@ def _kv(prepared: PreparedServer | None, report: Report | None) -> Kv | None:
             "boundary_mode": asked.boundary_mode,
             "sink_tokens": asked.sink_tokens,
             "tail_tokens": asked.tail_tokens,
+            "fold_tokens": asked.fold_tokens,
             "strict": asked.strict,
         },
         "summary": built.summary if built else None,

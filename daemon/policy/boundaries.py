@@ -43,11 +43,11 @@ class Boundaries:
     def raised(self, index: int, scheme: Scheme) -> tuple[Scheme, str | None]:
         """Return the scheme of layer *index* and what it has more of, such as "V int8".
 
-        Nothing is ever lowered, and fp16 and int8 stay as they are.
+        Nothing is ever lowered, and the whole schemes (fp16, int8, affine) stay as they are.
         """
         k = index in self.k_layers and self.codec.bits > scheme.k.bits
         v = index in self.v_layers and self.codec.bits > scheme.v.bits
-        if scheme.name in ("fp16", "int8") or not (k or v):
+        if scheme.name in ("fp16", "int8") or scheme.k.affine or not (k or v):
             return scheme, None
         after = Scheme(self.codec if k else scheme.k, self.codec if v else scheme.v)
         sides = " and ".join(side for side, more in (("K", k), ("V", v)) if more)

@@ -131,10 +131,11 @@ def _layer_bytes(plan: LayerPlan, layer: Layer, tokens: int) -> int:
         tokens = min(tokens, plan.token_budget)
     if plan.effective == _EXACT:
         return _exact_bytes(layer, tokens)
-    tail = plan.tail_tokens
-    # without a tail every token is packed at once, else whole tiles once the tail is full
-    packed = max(0, tokens - tail) // TILE_TOKENS if tail else -(-tokens // TILE_TOKENS)
-    fullest = min(tokens, tail + TILE_TOKENS - 1) if tail else 0
+    tail, fold = plan.tail_tokens, plan.fold_tokens
+    # without a tail every token is packed at once, else whole folds once the tail is full
+    packed_tokens = max(0, tokens - tail) // fold * fold if tail else tokens
+    packed = -(-packed_tokens // TILE_TOKENS)
+    fullest = min(tokens, tail + fold - 1) if tail else 0
     # the slots of sink tokens stay unused in their tile, so that pages do not depend on the sinks
     exact_tokens = min(tokens, fullest + plan.sink_tokens)
     packed_bytes = packed * TILE_TOKENS * _token_bytes(layer, plan.effective)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from daemon.errors import PolicyError
 from daemon.policy.architecture import Layer, LayerKind
-from daemon.policy.schemes import UnknownSchemeError, parse_codec, parse_scheme
+from daemon.policy.schemes import Scheme, UnknownSchemeError, parse_codec, parse_scheme
 from daemon.policy.spec import LayerRule, Match
 
 TILE_TOKENS = 32  # tokens are packed one tile at a time
@@ -29,19 +29,39 @@ def check_tail(tail_tokens: int | None, path: str) -> None:
         )
 
 
-def least_token_budget(sink_tokens: int, tail_tokens: int) -> int:
+def check_fold(fold_tokens: int | None, path: str) -> None:
+    """Refuse a fold that is not made of whole tiles; raises PolicyError at *path*."""
+    _check_tiles(fold_tokens, path, "packed")
+
+
+def check_pair(scheme: Scheme, path: str) -> None:
+    """Refuse an affine codec beside another one; raises PolicyError at *path*."""
+    if scheme.mixed:
+        whole = scheme.k if scheme.k.affine else scheme.v
+        raise PolicyError(
+            path,
+            f"{scheme.k.name} keys with {scheme.v.name} values are no scheme:"
+            f" {whole.name} is for both or for neither",
+            hint=f"write mode: {whole.name}, or a codec that is not affine for keys and for values",
+        )
+
+
+def least_token_budget(sink_tokens: int, tail_tokens: int, fold_tokens: int = TILE_TOKENS) -> int:
     """Return the smallest token budget that these sinks, a tail at its fullest and one packed tile fit in."""
-    return -(-(sink_tokens + tail_tokens + 2 * TILE_TOKENS) // TILE_TOKENS) * TILE_TOKENS
+    tokens = sink_tokens + tail_tokens + fold_tokens + TILE_TOKENS
+    return -(-tokens // TILE_TOKENS) * TILE_TOKENS
 
 
-def check_token_budget(token_budget: int, path: str, *, sink_tokens: int, tail_tokens: int) -> None:
+def check_token_budget(
+    token_budget: int, path: str, *, sink_tokens: int, tail_tokens: int, fold_tokens: int
+) -> None:
     """Refuse a token budget that sinks and tail do not fit in; raises PolicyError at *path*."""
-    least = least_token_budget(sink_tokens, tail_tokens)
+    least = least_token_budget(sink_tokens, tail_tokens, fold_tokens)
     if token_budget < least:
         raise PolicyError(
             path,
             f"{token_budget} is too little for {sink_tokens} sink tokens, a tail of up to"
-            f" {tail_tokens + TILE_TOKENS - 1} tokens and a tile of {TILE_TOKENS}",
+            f" {tail_tokens + fold_tokens - 1} tokens and a tile of {TILE_TOKENS}",
             hint=f"write {least} or more",
         )
 
@@ -56,13 +76,14 @@ def check_rules(rules: Sequence[LayerRule]) -> None:
         path = f"layers.{i}"
         _check_match(rule.match, f"{path}.match")
         check_tail(rule.tail_tokens, f"{path}.tail_tokens")
+        check_fold(rule.fold_tokens, f"{path}.fold_tokens")
         check_scheme(rule.mode, rule.k, rule.v, path)
-        _check_tiles(rule.token_budget, f"{path}.token_budget")
+        _check_tiles(rule.token_budget, f"{path}.token_budget", "dropped")
         if not rule.model_fields_set - {"match"}:
             raise PolicyError(
                 path,
                 "the rule sets nothing",
-                hint="write mode, k, v, sink_tokens, tail_tokens or token_budget",
+                hint="write mode, k, v, sink_tokens, tail_tokens, fold_tokens or token_budget",
             )
 
 
@@ -109,12 +130,13 @@ def matching(match: Match, layers: Sequence[Layer], path: str) -> frozenset[int]
     return frozenset(wanted)
 
 
-def _check_tiles(token_budget: int | None, path: str) -> None:
-    if token_budget is not None and token_budget % TILE_TOKENS:
-        below = token_budget // TILE_TOKENS * TILE_TOKENS
+def _check_tiles(tokens: int | None, path: str, done: str) -> None:
+    """Refuse *tokens* that are not whole tiles; tokens are *done* by tiles."""
+    if tokens is not None and tokens % TILE_TOKENS:
+        below = tokens // TILE_TOKENS * TILE_TOKENS
         raise PolicyError(
             path,
-            f"{token_budget} is not a multiple of {TILE_TOKENS}: tokens are dropped by tiles of {TILE_TOKENS}",
+            f"{tokens} is not a multiple of {TILE_TOKENS}: tokens are {done} by tiles of {TILE_TOKENS}",
             hint=f"write {below} or {below + TILE_TOKENS}",
         )
 

@@ -16,9 +16,11 @@ from typing import TypeVar
 from daemon.errors import PolicyError
 from daemon.policy.architecture import Architecture, Layer, LayerKind
 from daemon.policy.boundaries import Boundaries
-from daemon.policy.matching import check_rules, check_scheme, check_tail
+from daemon.policy.matching import check_fold, check_pair, check_rules, check_scheme, check_tail
 from daemon.policy.rules import AllowEntry
 from daemon.policy.schemes import (
+    AFFINE_GROUPS,
+    DEFAULT_WINDOW,
     FP16,
     INT8,
     SCHEMES,
@@ -26,9 +28,11 @@ from daemon.policy.schemes import (
     Codec,
     Scheme,
     UnknownSchemeError,
+    Window,
     parse_cache_type,
     parse_codec,
     parse_scheme,
+    window_of,
 )
 from daemon.policy.spec import KvRequest, KvSpec, NamedPolicy
 from daemon.policy.token_budgets import TokenBudgets
@@ -47,6 +51,11 @@ _LATENT = "latent attention (MLA) caches a compressed vector already"
 _GATHERED = "sparse attention reads single latents by their index"
 _PACKED_LATENT = Scheme(INT8, FP16)  # of the pair that mlx-lm caches: the latent, the rotary key
 _LATENT_NOTE = "int8 latent; the rotary key stays in full precision"
+_SIDE_KEYS = ("cache_type_v", "cache_type_k", "v", "k")  # what may change one side alone
+_EASILY_MISREAD = {
+    "turbo3": "turbo3 means turbo0v3 here, keys in full precision; for 3-bit keys too write turbo3v3",
+    "turbo3.5": "turbo3.5 means turbo3v4 here, 3-bit keys and 4-bit values; for 3.5 bits each write turbo3.5v3.5",
+}
 _HADAMARD_FACTORS = (1, 12, 20, 28)  # orders of the Hadamard matrices that MLX has beside 2^k
 
 
@@ -70,10 +79,13 @@ def request(kv: KvSpec, policies: Mapping[str, NamedPolicy]) -> KvRequest:
         )
     check_scheme(kv.mode, kv.k, kv.v)
     check_tail(kv.tail_tokens, "tail_tokens")
+    check_fold(kv.fold_tokens, "fold_tokens")
     check_rules(kv.layers or ())
     base = parse_scheme(kv.mode or policy.mode)
     k, k_warnings = _side("k", kv.cache_type_k, kv.k, kv.mode, base.k)
     v, v_warnings = _side("v", kv.cache_type_v, kv.v, kv.mode, base.v)
+    check_pair(Scheme(k, v), next((key for key in _SIDE_KEYS if getattr(kv, key)), "mode"))
+    window = _window(kv, policy)
     warnings = [*k_warnings, *v_warnings, *_remarks(kv)]
     return KvRequest(
         policy=kv.policy,
@@ -84,7 +96,8 @@ def request(kv: KvSpec, policies: Mapping[str, NamedPolicy]) -> KvRequest:
         boundary_mode=_or(kv.boundary_mode, policy.boundary_mode),
         boundary_k=_or(kv.boundary_k, policy.boundary_k),
         sink_tokens=_or(kv.sink_tokens, policy.sink_tokens),
-        tail_tokens=_or(kv.tail_tokens, policy.tail_tokens),
+        tail_tokens=window.tail_tokens,
+        fold_tokens=window.fold_tokens,
         strict=_or(kv.strict, policy.strict),
         calibration=_or(kv.calibration, "auto"),
         layers=_or(kv.layers, policy.layers),
@@ -93,14 +106,21 @@ def request(kv: KvSpec, policies: Mapping[str, NamedPolicy]) -> KvRequest:
 
 
 def allowance(
-    model_type: str, entries: Iterable[AllowEntry], *, fingerprint: str | None = None
+    model_type: str,
+    entries: Iterable[AllowEntry],
+    *,
+    fingerprint: str | None = None,
+    key_bits: float | None = None,
 ) -> str | None:
     """Return why keys of 4 bits or fewer are allowed for a model; None: they are not.
 
-    An entry for exactly this model (its *fingerprint*) comes before one for a family of them.
+    An entry for exactly this model (its *fingerprint*) comes before one for a family of them. One that
+    was measured with keys of more than *key_bits*, the fewest that are asked for, does not count.
     """
     by_family: str | None = None
     for entry in entries:
+        if key_bits is not None and entry.key_bits is not None and key_bits < entry.key_bits:
+            continue
         if fingerprint is not None and entry.fingerprint == fingerprint:
             return entry.evidence
         if by_family is None and entry.model_type and model_type.startswith(entry.model_type):
@@ -108,14 +128,21 @@ def allowance(
     return by_family
 
 
+def fewest_key_bits(request: KvRequest) -> float:
+    """Return the fewest bits that *request* asks for the keys of any layer, scales not counted."""
+    named = [parse_scheme(rule.mode).k for rule in request.layers if rule.mode and not rule.k]
+    named += [parse_codec(rule.k, "k") for rule in request.layers if rule.k]
+    return min(codec.bits for codec in (parse_codec(request.k, "k"), *named))
+
+
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
     """What one layer gets.
 
     *boundary* says what a boundary layer keeps in more bits, such as `V int8`. *rotation* says how
-    the vectors are rotated before they are packed: not at all in full precision, where there is no
-    tail either, and no sinks. *token_budget* is the most tokens that any token attends to there, the
-    sinks (in full precision too) and the newest ones; None: all.
+    the vectors are rotated before they are packed: not at all under an affine scheme, nor in full
+    precision, where there is no tail either, and no sinks. *token_budget* is the most tokens that any
+    token attends to there, the sinks (in full precision too) and the newest ones; None: all.
     """
 
     index: int
@@ -126,6 +153,7 @@ class LayerPlan:
     boundary: str | None = None
     sink_tokens: int = 0
     tail_tokens: int = 0
+    fold_tokens: int = DEFAULT_WINDOW.fold_tokens
     rotation: str | None = None
     token_budget: int | None = None
 
@@ -216,16 +244,29 @@ def _side(
     return chosen, [said] if loser else []
 
 
+def _window(kv: KvSpec, policy: NamedPolicy) -> Window:
+    """Return the tail of a request: what is written first, then what the written scheme brings, then the policy's."""
+    both = kv.k and kv.v  # then no mode has a say
+    names = (kv.cache_type_k, kv.cache_type_v, None if both else kv.mode)
+    brought = next(filter(None, map(window_of, names)), None)
+    if brought is None:
+        own = window_of(None if both or kv.mode else policy.mode) or DEFAULT_WINDOW
+        brought = Window(
+            _or(policy.tail_tokens, own.tail_tokens), _or(policy.fold_tokens, own.fold_tokens)
+        )
+    return Window(
+        _or(kv.tail_tokens, brought.tail_tokens), _or(kv.fold_tokens, brought.fold_tokens)
+    )
+
+
 def _remarks(kv: KvSpec) -> list[str]:
     """Return what is easily misunderstood in *kv*."""
     remarks = []
     if kv.mode and kv.k and kv.v:
         remarks.append(f'mode "{kv.mode}" has no effect: k and v are both given')
     modes = (kv.mode, *(rule.mode for rule in kv.layers or ()))
-    if any(mode is not None and mode.lower() == "turbo3" for mode in modes):
-        remarks.append(
-            "turbo3 means turbo0v3 here, keys in full precision; for 3-bit keys too write turbo3v3"
-        )
+    written = {mode.lower() for mode in modes if mode is not None}
+    remarks += [remark for name, remark in _EASILY_MISREAD.items() if name in written]
     if kv.boundary_v and kv.boundary_mode is None:
         remarks.append(
             "boundary_v keeps values at int8; where mlxcel's boundary layers are meant, which are"
@@ -243,6 +284,8 @@ def _plan(wish: Wish, arch: Architecture, allowed: str | None) -> LayerPlan:
             effective = _EXACT
         elif wish.layer.kind is LayerKind.LATENT:
             effective, reason = _PACKED_LATENT, _LATENT_NOTE
+        elif not wish.scheme.fits(wish.layer.head_dim_k, wish.layer.head_dim_v):
+            effective, reason = SCHEMES["int8"], _misfit(wish)
         elif wish.scheme.low_bit_keys and allowed is None:
             effective = _with_safe_keys(wish.scheme, explicit=wish.explicit)
             reason = f"keys at 4 bits or fewer are not allowed for {arch.model_type}"
@@ -254,6 +297,7 @@ def _plan(wish: Wish, arch: Architecture, allowed: str | None) -> LayerPlan:
         reason=reason,
         sink_tokens=wish.sink_tokens,
         tail_tokens=wish.tail_tokens,
+        fold_tokens=wish.fold_tokens,
     )
 
 
@@ -280,15 +324,25 @@ def _latent_obstacle(wish: Wish) -> str | None:
     return _LATENT
 
 
+def _misfit(wish: Wish) -> str:
+    """Return why the vectors of a layer cannot be stored as they are asked to be."""
+    keys, values = wish.scheme.k, wish.scheme.v
+    sides = ((keys, wish.layer.head_dim_k), (values, wish.layer.head_dim_v))
+    codec, dim = next((codec, dim) for codec, dim in sides if not codec.fits(dim))
+    unit = f"groups of {AFFINE_GROUPS[-1]}" if codec.affine else "pairs"
+    return f"{codec.name} stores {unit}: head_dim {dim} does not divide into them"
+
+
 def _with_safe_keys(scheme: Scheme, *, explicit: bool) -> Scheme:
     """Return *scheme* with keys that need no allowance.
 
     What was written out becomes turbo0v4 (values never get fewer bits than they had); what a named
     policy brings becomes turbo8v<its V>.
     """
+    values = TURBO4 if scheme.v.affine else scheme.v  # an affine codec stands beside no other
     if not explicit:
-        return replace(scheme, k=INT8)
-    return Scheme(FP16, scheme.v if scheme.v.bits > TURBO4.bits else TURBO4)
+        return Scheme(INT8, values)
+    return Scheme(FP16, values if values.bits > TURBO4.bits else TURBO4)
 
 
 def _fell_back(plan: LayerPlan) -> bool:
@@ -378,11 +432,15 @@ def _finished(plan: LayerPlan, layer: Layer, plans: Sequence[LayerPlan]) -> Laye
             reason=f"reads the cache of layer {layer.source}",
             sink_tokens=0,
             tail_tokens=0,
+            fold_tokens=DEFAULT_WINDOW.fold_tokens,
             token_budget=source.token_budget,
         )
     if plan.effective == _EXACT:
         sink_tokens = plan.sink_tokens if plan.token_budget else 0
-        return replace(plan, sink_tokens=sink_tokens, tail_tokens=0)
+        fold_tokens = DEFAULT_WINDOW.fold_tokens
+        return replace(plan, sink_tokens=sink_tokens, tail_tokens=0, fold_tokens=fold_tokens)
+    if plan.effective.k.affine:
+        return plan
     keys, values = rotation(layer.head_dim_k), rotation(layer.head_dim_v)
     if plan.effective.k is FP16 or keys == values:
         return replace(plan, rotation=values)

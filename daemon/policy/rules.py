@@ -222,12 +222,28 @@ class Architectures(RuleModel):
         return name if name in self.families else None
 
 
+class Measured(RuleModel):
+    """What `tqd eval` measured of one policy on one model; divergences are means in nats."""
+
+    policy: str
+    kld: float = Field(description="On natural text.")
+    copy_kld: float = Field(description="On the copy test.")
+    positions: int
+    text: str
+    versions: dict[str, str]
+    date: str
+
+
 class AllowEntry(RuleModel):
     """Keys may go to 4 bits or fewer for these models, and why."""
 
     model_type: str | None = Field(None, min_length=1, description="Prefix of model_type.")
     fingerprint: str | None = Field(None, min_length=1, description="One exact model.")
+    key_bits: float | None = Field(
+        None, description="Counts only for keys of this many bits or more; null: of any number."
+    )
     evidence: str = Field(min_length=1, description="What was measured, by whom, with what.")
+    measured: Measured | None = Field(None, description="The figures behind the evidence.")
 
     @model_validator(mode="after")
     def _one_subject(self) -> Self:
@@ -236,9 +252,19 @@ class AllowEntry(RuleModel):
         return self
 
 
+class Gate(RuleModel):
+    """The most that a policy may diverge to be recorded; means in nats."""
+
+    kld: float = Field(gt=0, description="On natural text.")
+    copy_kld: float = Field(gt=0, description="On the copy test.")
+    positions: int = Field(gt=0, description="The fewest that must be scored on each.")
+    source: str = Field(min_length=1, description="Where the numbers come from.")
+
+
 class Allowlist(RuleModel):
     """policies/allowlist.yaml, and the entries that a machine recorded itself."""
 
+    gate: Gate | None = Field(None, description="Only the shipped file has one.")
     entries: tuple[AllowEntry, ...] = Field(())
 
 

@@ -56,6 +56,9 @@ class LayerRule(FrozenModel):
     tail_tokens: Annotated[int, Field(ge=0, le=65536)] | None = Field(
         None, description="Newest tokens kept in full precision."
     )
+    fold_tokens: Annotated[int, Field(ge=32, le=65536)] | None = Field(
+        None, description="Tokens that leave the tail together; a multiple of 32."
+    )
     token_budget: Annotated[int, Field(ge=32)] | None = Field(
         None,
         description="Keep the sinks and the newest tokens of this layer, this many in all, drop the middle (lossy); a multiple of 32.",
@@ -97,6 +100,9 @@ class KvSpec(FrozenModel):
     tail_tokens: Annotated[int, Field(ge=0, le=65536)] | None = Field(
         None, description="Newest tokens kept in full precision."
     )
+    fold_tokens: Annotated[int, Field(ge=32, le=65536)] | None = Field(
+        None, description="Tokens that leave the tail together; a multiple of 32."
+    )
     calibration: Calibration | None = Field(
         None,
         description="auto | none | {text: path} | {profile: path}; statistics of the keys, measured once per model.",
@@ -129,7 +135,8 @@ class NamedPolicy(FrozenModel):
     boundary_mode: Literal["int8", "fp16"] = "int8"
     boundary_k: Literal["auto"] | Annotated[int, Field(ge=0)] = "auto"
     sink_tokens: Annotated[int, Field(ge=0, le=4096)] = 4
-    tail_tokens: Annotated[int, Field(ge=0, le=65536)] = 32
+    tail_tokens: Annotated[int, Field(ge=0, le=65536)] | None = None
+    fold_tokens: Annotated[int, Field(ge=32, le=65536)] | None = None
     strict: bool = False
     layers: tuple[LayerRule, ...] = Field((), strict=False)
 
@@ -151,6 +158,7 @@ class KvRequest(FrozenModel):
     boundary_k: Literal["auto"] | int
     sink_tokens: int
     tail_tokens: int
+    fold_tokens: int = 32
     strict: bool
     calibration: Calibration = "auto"
     layers: tuple[LayerRule, ...] = Field((), strict=False)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from daemon.errors import ConfigError, PolicyError, Problem
 from daemon.policy.files import load, located, refused
-from daemon.policy.matching import check_rules, check_tail
-from daemon.policy.rules import AllowEntry, Allowlist
+from daemon.policy.matching import check_fold, check_rules, check_tail
+from daemon.policy.rules import AllowEntry, Allowlist, Gate
 from daemon.policy.schemes import Scheme, UnknownSchemeError, parse_scheme
 from daemon.policy.spec import NamedPolicy
 from daemon.resources import shipped
@@ -62,9 +62,21 @@ def load_policies(user_folder: Path | None = None) -> PolicySet:
 def load_allowlist(local: Path | None = None) -> tuple[AllowEntry, ...]:
     """Return the shipped allow-list and the entries of *local*, which need not exist."""
     entries = load(shipped("policies") / "allowlist.yaml", Allowlist).entries
-    if local is not None and local.exists():
-        entries += load(local, Allowlist).entries
-    return entries
+    return entries if local is None else entries + load_entries(local)
+
+
+def load_entries(local: Path) -> tuple[AllowEntry, ...]:
+    """Return the entries of *local*, which need not exist."""
+    return load(local, Allowlist).entries if local.exists() else ()
+
+
+def load_gate() -> Gate:
+    """Return the most that a policy may diverge for `tqd eval --record` to write an entry."""
+    path = shipped("policies") / "allowlist.yaml"
+    gate = load(path, Allowlist).gate
+    if gate is None:
+        raise refused(path, "it has no gate")
+    return gate
 
 
 def _policy_files(folder: Path) -> list[Path]:
@@ -89,6 +101,7 @@ def _load_policy(path: Path) -> NamedPolicy:
     try:
         scheme = parse_scheme(policy.mode)
         check_tail(policy.tail_tokens, "tail_tokens")
+        check_fold(policy.fold_tokens, "fold_tokens")
         check_rules(policy.layers)
         _check_bits(policy, scheme)
     except UnknownSchemeError as error:

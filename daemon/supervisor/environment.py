@@ -51,15 +51,20 @@ def worker_command(spec: ServerSpec, environ: Mapping[str, str]) -> list[str]:
 def worker_environment(
     spec: ServerSpec, environ: Mapping[str, str], *, preload: Path | None
 ) -> dict[str, str]:
-    """Return the environment of a worker: the daemon's, less what is the daemon's alone, plus `env:`.
+    """Return the environment of a worker: that of any process that runs MLX, plus `env:`, which wins."""
+    return mlx_environment(environ, preload=preload) | spec.env
 
-    *preload* goes into LD_PRELOAD, after what the daemon was started with; an `env:` entry wins.
+
+def mlx_environment(environ: Mapping[str, str], *, preload: Path | None) -> dict[str, str]:
+    """Return *environ* for a child that runs MLX, less what is the daemon's alone.
+
+    *preload* goes into LD_PRELOAD, after what is there already.
     """
     env = {name: value for name, value in environ.items() if name not in _DAEMON_ONLY}
     if preload is not None:
         env["LD_PRELOAD"] = " ".join(filter(None, (env.get("LD_PRELOAD"), str(preload))))
     env["PYTHONUNBUFFERED"] = "1"  # a crash must not swallow the lines that explain it
-    return env | spec.env
+    return env
 
 
 def openblas() -> Path | None:

@@ -21,6 +21,7 @@ from daemon.config.spec import DaemonSpec
 from daemon.errors import ConfigError, Problem, TqdError
 from daemon.log import get_logger
 from daemon.paths import StateDir
+from daemon.policy.store import load_allowlist
 from daemon.supervisor import edits, events, plan
 from daemon.supervisor.desired import DesiredState
 from daemon.supervisor.last_good import LastGood
@@ -213,7 +214,7 @@ class Configuration:
         while True:
             self.status = replace(self.status, last_attempt_at=time.time())
             loaded = await self._read()
-            if loaded.content_hash == self._applied.content_hash:
+            if loaded.content_hash == self._applied.content_hash and not await self._new_evidence():
                 return self._unchanged(loaded)
             prepared = await self._prepare(loaded)
             before = self._applied.servers
@@ -239,6 +240,11 @@ class Configuration:
 
     async def _prepare(self, loaded: Loaded) -> Prepared:
         return await asyncio.to_thread(prepare, loaded, state=self._state)
+
+    async def _new_evidence(self) -> bool:
+        """Whether `tqd eval --record` has written to the allow-list since it was last read."""
+        entries = await asyncio.to_thread(load_allowlist, self._state.allowlist)
+        return entries != self._applied.allowlist
 
     def _unchanged(self, loaded: Loaded) -> Verdict:
         self.status = replace(

@@ -67,7 +67,7 @@ def calibrated(
             the measurement failed.
     """
     if not factory.any_scaled_keys:
-        return Calibration({}, "not needed: keys are kept in full precision")
+        return Calibration({}, "not needed: no keys are rotated and packed")
     if wanted.setting == "none":
         return _from_checkpoint(model, factory, wanted, problem=None)
     try:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -290,7 +291,16 @@ def test_a_number_of_caches_that_fits_no_plan_falls_back() -> None:
 
 @pytest.mark.parametrize(
     ("scheme", "bits"),
-    [("turbo8v4", 8 + 4), ("int8", 16), ("turbo4v4", 8), ("turbo8v3", 11), ("turbo4v3", 7)],
+    [
+        ("turbo8v4", 8 + 4),
+        ("int8", 16),
+        ("turbo5v4", 9),
+        ("turbo4v4", 8),
+        ("turbo3.5v3.5", 7),
+        ("turbo8v3", 11),
+        ("turbo4v3", 7),
+        ("affine4", 9),  # two fp16 numbers a group of 32, and only one is in the formula
+    ],
 )
 def test_measured_bytes_per_token_are_those_of_the_scheme(scheme: str, bits: int) -> None:
     model = tiny("llama")
@@ -299,6 +309,31 @@ def test_measured_bytes_per_token_are_those_of_the_scheme(scheme: str, bits: int
 
     assert cost.effective == 4 * 2 * (32 * bits + 16 + 16) / 8
     assert cost.fp16 == 4 * 2 * 32 * 2 * 2
+
+
+@pytest.mark.parametrize(
+    ("sinks", "tail", "fold"), [(4, 32, 32), (600, 0, 32), (700, 256, 128), (0, 32, 96)]
+)
+def test_measured_bytes_do_not_depend_on_sinks_tail_and_fold(
+    sinks: int, tail: int, fold: int
+) -> None:
+    layers = [
+        replace(plan, sink_tokens=sinks, tail_tokens=tail, fold_tokens=fold) for plan in plans(4)
+    ]
+    model = tiny("llama")
+
+    cost = build.measure(model, build.plan_caches(model, layers), VOCAB)
+
+    assert cost.effective == 4 * 2 * (32 * 12 + 16 + 16) / 8
+
+
+def test_the_fold_of_a_plan_is_that_of_its_cache() -> None:
+    model = tiny("llama")
+    layers = [replace(plan, tail_tokens=256, fold_tokens=128) for plan in plans(4)]
+
+    caches = build.plan_caches(model, layers)()
+
+    assert {(cache.row.tail_tokens, cache.row.fold_tokens) for cache in caches} == {(256, 128)}
 
 
 def test_full_precision_is_measured_as_the_model_computes() -> None:

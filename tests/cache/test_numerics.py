@@ -10,7 +10,7 @@ from mlx_lm.models import llama
 
 from daemon.cache.row import Row
 from daemon.cache.sequence import SequenceCache
-from daemon.policy.schemes import SCHEMES, parse_scheme
+from daemon.policy.schemes import parse_scheme
 from tests.cache.test_architectures import alive, built, distance, logits
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -81,7 +81,9 @@ def caches_of(scheme: str, keys: mx.array, values: mx.array) -> SequenceCache:
     return cache
 
 
-@pytest.mark.parametrize("scheme", sorted(SCHEMES.keys() - {"fp16"}))
+@pytest.mark.parametrize(
+    "scheme", ["int8", "turbo0v4", "turbo8v3", "turbo4v4", "turbo3.5v3.5", "turbo5v2"]
+)
 @pytest.mark.parametrize("dims", [(192, 128), (24, 12), (64, 16)])
 def test_values_may_be_shorter_than_keys(scheme: str, dims: tuple[int, int]) -> None:
     keys, values = (mx.random.normal((1, 2, 100, dim), key=mx.random.key(dim)) for dim in dims)
@@ -92,7 +94,7 @@ def test_values_may_be_shorter_than_keys(scheme: str, dims: tuple[int, int]) -> 
     expected = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=dims[0] ** -0.5)
     assert got.shape == (1, 4, 1, dims[1])
     fewest = min(parse_scheme(scheme).k.bits, parse_scheme(scheme).v.bits)
-    assert 0 < distance(got, expected) < {8: 0.02, 4: 0.2, 3: 0.35, 2: 0.6}[fewest]
+    assert 0 < distance(got, expected) < {8: 0.02, 4: 0.2, 3.5: 0.28, 3: 0.35, 2: 0.6}[fewest]
 
 
 @pytest.mark.parametrize("scheme", ["int8", "turbo8v4", "turbo4v4", "turbo2v2"])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from daemon.cache.row import Row
 from daemon.kernels import attention, codec
+from daemon.kernels.keys import KeyTransform
 from daemon.policy.schemes import FP16, SCHEMES, Scheme, parse_scheme
 
 HEADS, DIM_K, DIM_V = 2, 32, 64
@@ -89,6 +90,49 @@ def test_only_sinks_and_tail_stay_in_full_precision(scheme: str) -> None:
     assert (stored.packed_from, stored.packed_to % 32) == (4, 0)
     # the newest token arrived after the tail was folded to 32 to 63 tokens
     assert 33 <= stored.length - stored.packed_to <= 64
+
+
+@pytest.mark.parametrize("step", [1, 50, 400])
+def test_a_fold_of_several_tiles_leaves_the_tail_at_once(step: int) -> None:
+    """turbo4-delegated: between 256 and 383 of the newest tokens are in full precision, whatever arrives."""
+    row = Row(parse_scheme("turbo0v4"), sink_tokens=4, tail_tokens=256, fold_tokens=128)
+    keys, values = tokens(900)
+    seen = set()
+    for start in range(0, 900, step):
+        row.append(keys[:, start : start + step], values[:, start : start + step])
+        row.pack()
+        seen.add(row.stored().packed_to)
+        if row.length >= 384:
+            assert 256 <= row.length - row.stored().packed_to < 384
+
+    assert all(end % 128 == 0 for end in seen)
+    assert max(seen) == 640
+    assert row.copy().fresh().fold_tokens == 128
+
+
+@pytest.mark.parametrize(
+    ("scheme", "taken"),
+    [("int8", True), ("turbo5v4", True), ("turbo0v4", False), ("affine8", False)],
+)
+def test_only_rotated_keys_lose_their_mean(scheme: str, taken: bool) -> None:
+    """affine8 and affine4 are what everyone knows under that name: nothing is done to keys before."""
+    transform = KeyTransform(mx.ones((HEADS, DIM_K)), None, None)
+    row = Row(parse_scheme(scheme), sink_tokens=4, tail_tokens=32, keys=transform)
+
+    assert (row.keys is transform) is taken
+
+
+def test_how_many_tokens_fold_together_does_not_change_their_codes() -> None:
+    small, large = (
+        Row(parse_scheme("turbo5v3.5"), sink_tokens=4, tail_tokens=32, fold_tokens=fold)
+        for fold in (32, 128)
+    )
+    for row in (small, large):
+        row.append(*tokens(288))
+        row.pack()
+
+    assert (small.stored().packed_to, large.stored().packed_to) == (256, 256)
+    assert mx.array_equal(small.stored().tiles_in_use(), large.stored().tiles_in_use())
 
 
 def test_without_sinks_and_tail_everything_but_the_newest_call_is_packed() -> None:

@@ -290,6 +290,7 @@ def test_a_snapshot_of_another_model_policy_or_prompt_is_refused(
         (0, row_cache("fp16"), "scheme of cache 0 is turbo8v4, expected fp16"),
         (0, row_cache(sink_tokens=0), "sink_tokens of cache 0 is 4, expected 0"),
         (0, row_cache(tail_tokens=64), "tail_tokens of cache 0 is 32, expected 64"),
+        (0, row_cache(fold_tokens=64), "fold_tokens of cache 0 is 32, expected 64"),
         (0, row_cache(token_budget=128), "token_budget of cache 0 is none, expected 128"),
         (0, row_cache(statistics_id="p"), "statistics_id of cache 0 is none, expected p"),
         (0, KVCache(), "kind of cache 0 is SequenceCache, expected KVCache"),

@@ -40,6 +40,30 @@ def test_between_a_budget_less_a_tile_and_the_budget_is_attended_to(
     assert count == position + 1 if position < budget else budget - 32 < count <= budget
 
 
+@given(cuts=st.lists(st.integers(1, 150), min_size=1, max_size=8))
+@settings(max_examples=20, deadline=None)
+def test_folds_stay_at_their_positions_when_older_tokens_leave(cuts: list[int]) -> None:
+    """What is in full precision depends on the length alone, whether tokens are dropped or not."""
+    rows = [
+        Row(
+            parse_scheme("int8"),
+            sink_tokens=4,
+            tail_tokens=64,
+            fold_tokens=96,
+            token_budget=budget,
+        )
+        for budget in (None, 256)
+    ]
+    for row in rows:
+        for count in cuts:
+            row.append(keys_of(count), keys_of(count))
+        row.pack()
+
+    whole, short = rows
+    assert whole.packed_tokens == short.packed_tokens
+    assert short.length - short.dropped <= 256 + cuts[-1]
+
+
 @given(
     cuts=st.lists(st.integers(1, 150), min_size=1, max_size=6),
     queries=st.integers(1, 20),

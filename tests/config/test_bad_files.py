@@ -173,12 +173,12 @@ EXPECTED = {
     'schemes': [
         '7:13: servers.chat.kv.mode: "q8_0" is a GGML name, not a scheme of tqd',
         '8:10: servers.chat.kv.k: unknown codec "tq5" for k',
-        '10:30: servers.chat.kv.layers.0.mode: scheme "turbo5v4" is not yet available',
+        '10:30: servers.chat.kv.layers.0.mode: unknown scheme "turbo4v5"',
         '11:27: servers.chat.kv.layers.1.v: "q4_0" is a GGML name, not a codec of tqd',
         '12:30: servers.chat.kv.layers.2.mode: "turbo2" does not say which side has 2 bits',
         '13:45: servers.code.kv.mode: unknown scheme "turbo8v9"',
         '13:69: servers.code.kv.cache_type_k: "q8_0" is a GGML name, not a cache type of tqd',
-        '13:89: servers.code.kv.cache_type_v: cache type "turbo4-delegated" is not yet available',
+        '13:89: servers.code.kv.cache_type_v: unknown cache type "turbo9"',
     ],
     'second_document': [
         '6:1: a second document starts here',

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -11,6 +12,8 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
+
+from daemon.config.locate import Located, fingerprint
 
 if TYPE_CHECKING:
     from tests.e2e.conftest import Site
@@ -269,3 +272,19 @@ def test_a_model_that_appears_later_lets_its_server_start(site: Site) -> None:
     (site.folder / "elsewhere").rename(site.folder / "model")
     assert site.tqd("start", "a").exit_code == 0
     assert site.server("a")["state"] == "ready"
+
+
+def test_recorded_evidence_is_applied_by_reload_without_an_edit(site: Site) -> None:
+    site.add("a", kv={"mode": "turbo4v4"})
+    site.write()
+    site.run()
+    pids = site.ready()
+    assert "unchanged" in site.tqd("reload", "--json").stdout
+
+    model = fingerprint(Located(site.folder / "model"))
+    entry = {"fingerprint": model, "key_bits": 4, "evidence": "measured"}
+    site.state.allowlist.write_text(json.dumps({"entries": [entry]}))
+    assert "applied" in site.tqd("reload", "--json").stdout
+
+    site.until(lambda: site.ready() != pids, "another worker")
+    assert "unchanged" in site.tqd("reload", "--json").stdout

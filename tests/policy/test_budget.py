@@ -109,6 +109,18 @@ def test_a_window_is_the_most_that_its_layer_keeps(policy: Policy, plain: Plain)
     assert kv_bytes(resolved, sliding, context_tokens=10_000) == 2 * 128 * EXACT
 
 
+def test_a_fold_of_several_tiles_leaves_the_tail_at_once(policy: Policy, plain: Plain) -> None:
+    model = plain("f")
+    resolved = policy(model, mode="turbo8v4", sink_tokens=0, tail_tokens=256, fold_tokens=128)
+
+    def cost(tokens: int) -> int:
+        return kv_bytes(resolved, model, context_tokens=tokens)
+
+    assert cost(383) == 383 * EXACT
+    assert cost(384) == cost(511) == 128 * PACKED + 383 * EXACT
+    assert cost(512) == 256 * PACKED + 383 * EXACT
+
+
 def test_shared_layers_cost_nothing_of_their_own(policy: Policy) -> None:
     own = (Layer(0, LayerKind.FULL, 2, 64, 64),)
     shared = (*own, Layer(1, LayerKind.SHARED, source=0))

@@ -58,6 +58,7 @@ class TestRequest:
             ({"cache_type_v": "int8", "v": "turbo4"}, 'cache_type_v "int8" wins over v "turbo4"'),
             ({"mode": "fp16", "k": "int8", "v": "int8"}, 'mode "fp16" has no effect'),
             ({"mode": "turbo3"}, "turbo3 means turbo0v3 here"),
+            ({"mode": "turbo3.5"}, "turbo3.5 means turbo3v4 here"),
             ({"boundary_v": 2}, "boundary_mode: fp16"),
         ],
     )
@@ -66,6 +67,37 @@ class TestRequest:
     ) -> None:
         (told,) = request(KvSpec(**keys), policies).warnings
         assert warning in told
+
+    @pytest.mark.parametrize(
+        ("keys", "tail", "fold"),
+        [
+            ({}, 32, 32),
+            ({"mode": "turbo4-delegated"}, 256, 128),
+            ({"mode": "turbo4-delegated", "tail_tokens": 64}, 64, 128),
+            ({"mode": "turbo4-delegated", "fold_tokens": 64}, 256, 64),
+            ({"mode": "turbo4-delegated", "k": "int8"}, 256, 128),
+            ({"mode": "turbo4-delegated", "k": "int8", "v": "int8"}, 32, 32),
+            ({"cache_type_v": "turbo4-delegated"}, 256, 128),
+            ({"fold_tokens": 96}, 32, 96),
+        ],
+    )
+    def test_a_delegated_scheme_brings_its_window_unless_one_is_written(
+        self, keys: dict[str, Any], tail: int, fold: int, policies: Policies
+    ) -> None:
+        asked = request(KvSpec(**keys), policies)
+        assert (asked.tail_tokens, asked.fold_tokens) == (tail, fold)
+
+    def test_the_window_of_a_policy_goes_with_its_scheme(self, policies: Policies) -> None:
+        delegated = policies["exact"].model_copy(update={"mode": "turbo4-delegated"})
+        written = delegated.model_copy(update={"tail_tokens": 64})
+        for policy, mode, window in (
+            (delegated, None, (256, 128)),
+            (delegated, "turbo8v4", (32, 32)),
+            (written, None, (64, 128)),
+            (written, "turbo8v4", (64, 32)),
+        ):
+            asked = request(KvSpec(policy="mine", mode=mode), {"mine": policy})
+            assert (asked.tail_tokens, asked.fold_tokens) == window
 
     def test_a_cache_type_alone_overrides_nothing_worth_a_warning(self, policies: Policies) -> None:
         assert request(KvSpec(cache_type_k="int8"), policies).warnings == ()
@@ -81,12 +113,22 @@ class TestRequest:
         ("keys", "path", "hint"),
         [
             ({"policy": "blanced"}, "policy", 'did you mean "balanced"?'),
-            ({"mode": "turbo5v4"}, "mode", "available now"),
+            ({"mode": "turbo4v5"}, "mode", "one of"),
+            ({"v": "turbo5"}, "v", "one of"),
+            ({"k": "affine8"}, "k", "mode: affine8"),
+            ({"mode": "affine4", "v": "int8"}, "v", "mode: affine4"),
+            ({"mode": "affine4", "cache_type_v": "int8"}, "cache_type_v", "mode: affine4"),
+            ({"fold_tokens": 48}, "fold_tokens", "write 32 or 64"),
+            (
+                {"layers": (LayerRule(match="all", fold_tokens=72),)},
+                "layers.0.fold_tokens",
+                "write 64 or 96",
+            ),
             ({"mode": "q8_0"}, "mode", "nearest scheme is int8"),
             ({"k": "q4_0"}, "k", "turbo4"),
             ({"v": "bogus"}, "v", "one of"),
             ({"cache_type_k": "q8_0"}, "cache_type_k", "one of"),
-            ({"cache_type_v": "turbo4-delegated"}, "cache_type_v", "one of"),
+            ({"cache_type_v": "turbo4-everywhere"}, "cache_type_v", "one of"),
             ({"tail_tokens": 16}, "tail_tokens", "write 0 or 32"),
             ({"layers": (LayerRule(match="0-3", mode="bogus"),)}, "layers.0.mode", "one of"),
         ],
@@ -236,6 +278,54 @@ class TestArchitectureRules:
         fixed, packed = resolved(plain("sf")).layers
         assert (fixed.sink_tokens, fixed.tail_tokens, fixed.rotation) == (0, 0, None)
         assert (packed.sink_tokens, packed.tail_tokens, packed.rotation) == (4, 32, "hadamard")
+
+
+class TestAffine:
+    @pytest.mark.parametrize("name", ["affine8", "affine4"])
+    def test_it_is_not_rotated(self, name: str, resolved: Resolved, plain: Plain) -> None:
+        (plan,) = resolved(plain("f"), allowed="a test", mode=name).layers
+        assert (plan.effective.name, plan.reason, plan.rotation) == (name, None, None)
+
+    def test_vectors_without_groups_get_int8_with_the_reason(
+        self, resolved: Resolved, plain: Plain
+    ) -> None:
+        arch = plain("f")
+        arch = replace(arch, layers=(replace(arch.layers[0], head_dim_v=80),))
+        (plan,) = resolved(arch, allowed="a test", mode="affine4").layers
+        assert plan.effective.name == "int8"
+        assert plan.reason == "affine4 stores groups of 32: head_dim 80 does not divide into them"
+        with pytest.raises(PolicyError, match="affine4 becomes int8"):
+            resolved(arch, allowed="a test", mode="affine4", strict=True)
+
+    def test_boundary_layers_leave_it_whole(self, resolved: Resolved, plain: Plain) -> None:
+        policy = resolved(plain("ffff"), mode="affine8", boundary_v=1, boundary_mode="fp16")
+        assert effective(policy) == ["affine8"] * 4
+
+    def test_where_4_bit_keys_are_not_allowed_nothing_affine_is_left(
+        self, resolved: Resolved, plain: Plain
+    ) -> None:
+        assert effective(resolved(plain("f"), mode="affine4")) == ["turbo0v4"]
+
+    def test_a_named_policy_of_it_becomes_turbo8v4_there(
+        self, policies: Policies, plain: Plain
+    ) -> None:
+        mine = {"mine": policies["exact"].model_copy(update={"mode": "affine4"})}
+        asked = request(KvSpec(policy="mine"), mine)
+        assert effective(resolve(asked, plain("f"), allowed=None)) == ["turbo8v4"]
+
+    def test_a_rule_that_tears_it_apart_is_refused(self, resolved: Resolved, plain: Plain) -> None:
+        with pytest.raises(PolicyError) as caught:
+            resolved(plain("ff"), mode="affine8", layers=(LayerRule(match=[1], v="turbo4"),))
+        assert caught.value.path == "layers.0"
+        assert "affine8 keys with turbo4 values are no scheme" in str(caught.value)
+
+
+def test_a_rule_may_delegate_some_layers(resolved: Resolved, plain: Plain) -> None:
+    first, second = resolved(
+        plain("ff"), layers=(LayerRule(match=[1], mode="turbo4-delegated", fold_tokens=64),)
+    ).layers
+    assert (first.effective.name, first.tail_tokens, first.fold_tokens) == ("turbo8v4", 32, 32)
+    assert (second.effective.name, second.tail_tokens, second.fold_tokens) == ("turbo0v4", 256, 64)
 
 
 class TestAllowlist:

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from daemon.measure import needle
+from daemon.measure.divergence import exact
+
+
+class Letters:
+    """A tokenizer whose tokens are the code points of a text."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(map(chr, tokens))
+
+
+class Searcher:
+    """A model that goes on as the text went on after its newest four tokens stood there before.
+
+    Its cache holds the tokens themselves; it remembers the newest *memory* of them.
+    """
+
+    layers = (None,)
+
+    def __init__(self, memory: int = 10_000) -> None:
+        self._memory = memory
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        (layer,) = cache
+        vectors = tokens.astype(mx.float32).reshape(1, 1, -1, 1)
+        keys, _ = layer.update_and_fetch(vectors, vectors)
+        seen = [int(token) for token in keys[0, 0, :, 0].tolist()][-self._memory :]
+        places = [at for at in range(len(seen) - 4) if seen[at : at + 4] == seen[-4:]]
+        guess = seen[places[0] + 4] if places else ord("?")
+        logits = mx.zeros((1, tokens.shape[1], 128))
+        logits[:, -1, guess] = 1.0
+        return logits
+
+
+TOKENS = [97 + (index * 7) % 26 for index in range(600)]
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_a_needle_is_found_at_every_depth_where_nothing_is_lost(index: int) -> None:
+    model, tokenizer = Searcher(), Letters()
+    hay = needle.haystack(model, tokenizer, TOKENS, index)
+
+    assert needle.find(model, tokenizer, hay, exact) == needle.Found(hay.depth, True, True)
+
+
+def test_what_was_forgotten_is_not_found() -> None:
+    """Nothing in the question gives the number away."""
+    model, tokenizer = Searcher(memory=250), Letters()
+    found = [
+        needle.find(model, tokenizer, needle.haystack(model, tokenizer, TOKENS, index), exact)
+        for index in range(3)
+    ]
+
+    assert [(it.fresh, it.continued) for it in found] == [
+        (False, False),
+        (False, False),
+        (True, True),
+    ]
+
+
+def test_the_haystack_is_as_long_as_the_passage() -> None:
+    hay = needle.haystack(Searcher(), Letters(), TOKENS, 0)
+
+    assert hay.text_caches[0].offset + len(hay.question) == len(TOKENS)
+    assert hay.whole_caches[0].offset == len(TOKENS) - 1
+    assert hay.depth == 10
