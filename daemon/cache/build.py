@@ -1,43 +1,59 @@
 """From a resolved policy to the caches of a model, and the proof at load time that they work.
 
 mlx-lm asks a model for its caches through `make_cache`. We ask it too, keep what cannot be packed
-(rotating, recurrent, composite caches), and put ours where the model wants a plain growing KV cache
-and the policy packs it. `probe` then runs a few tokens through both kinds and falls back to mlx-lm's
-own caches, with a reason, where they disagree.
+(rotating and recurrent caches), and put ours where the model wants a plain growing KV cache and the
+policy packs it, also inside a composite cache. `probe` then runs a few tokens through both kinds and
+falls back to mlx-lm's own caches, with a reason, where they disagree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import CacheList, KVCache
 
+from daemon.cache.alone import alone
+from daemon.cache.latent import BatchLatentCache, LatentCache
 from daemon.cache.row import Row
 from daemon.cache.sequence import BatchCache, SequenceCache
 from daemon.kernels.keys import KeyTransform
+from daemon.policy.architecture import LayerKind
 from daemon.policy.resolve import LayerPlan
+from daemon.policy.rules import Batching
 from daemon.policy.schemes import REFERENCE_BITS, SCHEMES, Scheme
 
 PROBE_TOKENS = 6
 PACKED_PROBE_TOKENS = 80  # past 4 sinks and a tail of 32, so that tiles are attended to
 # Largest |difference| of logits over their largest magnitude, by dtype: the same attention in another order of
-# operations. Measured on llama, qwen3 and gemma3 shapes it stays a factor of ten below.
+# operations. On the tiny models of every family it is exactly zero in float32.
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 8e-2}
+
+_EXACT = SCHEMES["fp16"]
 
 Caches = list[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One cache of a model, in mlx-lm's order: the layer it belongs to, and our row policy or None for mlx-lm's own."""
+    """One cache of a model, in mlx-lm's order: the layer it belongs to, and whether it is ours or mlx-lm's own.
+
+    Where mlx-lm keeps several caches of a layer in a CacheList, *members* are the positions in it that
+    are ours; empty: the cache is not composite.
+    """
 
     plan: LayerPlan
     packed: bool
+    members: tuple[int, ...] = ()
     keys: KeyTransform | None = None
     statistics_id: str | None = None
+
+    @property
+    def calibratable(self) -> bool:
+        """Whether the statistics of keys mean anything here: latents have none that a rotary module made."""
+        return self.packed and self.plan.kind is LayerKind.FULL
 
     def row(self, scheme: Scheme | None = None) -> Row:
         """Return an empty row under the plan, or with *scheme* and every token instead."""
@@ -51,12 +67,28 @@ class Slot:
             statistics_id=self.statistics_id,
         )
 
+    def placed(self, stock: Any, make: Callable[[Any], Any]) -> Any:
+        """Return what *make* makes of *stock*, or of the members in it that are ours; *stock* where none is."""
+        if not self.packed:
+            return stock
+        if not self.members:
+            return make(stock)
+        return CacheList(
+            *(make(part) if at in self.members else part for at, part in enumerate(stock.caches))
+        )
+
 
 class CacheFactory:
-    """Makes the caches of a new sequence; installed as the model's `make_cache`."""
+    """Makes the caches of a new sequence; installed as the model's `make_cache`.
 
-    def __init__(self, stock: Callable[[], Caches], slots: Sequence[Slot]) -> None:
+    *one_row*: the model cannot run several sequences together, so its caches stand for a batch of one.
+    """
+
+    def __init__(
+        self, stock: Callable[[], Caches], slots: Sequence[Slot], *, one_row: bool = False
+    ) -> None:
         self._stock = stock
+        self._one_row = one_row
         self.slots = tuple(slots)
 
     def __call__(self) -> Caches:
@@ -65,11 +97,12 @@ class CacheFactory:
 
     def stock(self) -> Caches:
         """Return mlx-lm's own caches."""
-        return self._stock()
+        made = self._stock()
+        return [alone(cache) for cache in made] if self._one_row else made
 
     def unpacked(self) -> Caches:
         """Return our caches with every layer in full precision: what the probe compares with mlx-lm's own."""
-        return self._make(lambda slot: slot.row(SCHEMES["fp16"]))
+        return self._make(lambda slot: slot.row(_EXACT))
 
     @property
     def plans(self) -> tuple[LayerPlan, ...]:
@@ -83,8 +116,8 @@ class CacheFactory:
 
     @property
     def any_scaled_keys(self) -> bool:
-        """Whether the keys of some layer are rotated and packed."""
-        return any(slot.packed and slot.plan.effective.k.rotated for slot in self.slots)
+        """Whether the keys of some layer are rotated and packed, and can be calibrated."""
+        return any(slot.calibratable and slot.plan.effective.k.rotated for slot in self.slots)
 
     def calibrated(
         self, keys: Mapping[int, KeyTransform], statistics_id: str | None
@@ -96,30 +129,60 @@ class CacheFactory:
             )
             for index, slot in enumerate(self.slots)
         ]
-        return CacheFactory(self._stock, slots)
+        return self._with(slots)
 
-    def fall_back(self, reason: str) -> CacheFactory:
-        """Return a factory of mlx-lm's own caches only; every packed slot carries *reason*."""
+    @property
+    def packed_kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of the layers whose caches are ours."""
+        return tuple(dict.fromkeys(slot.plan.kind for slot in self.slots if slot.packed))
+
+    def only(self, kind: LayerKind) -> CacheFactory:
+        """Return a factory whose caches are ours in layers of *kind* alone."""
         slots = [
-            Slot(_unpacked(slot.plan, reason), packed=False) if slot.packed else slot
+            replace(slot, packed=slot.packed and slot.plan.kind is kind) for slot in self.slots
+        ]
+        return self._with(slots)
+
+    def fall_back(self, reason: str, kind: LayerKind | None = None) -> CacheFactory:
+        """Return a factory of mlx-lm's own caches in layers of *kind*, or in all of them, for *reason*."""
+        slots = [
+            Slot(_unpacked(slot.plan, reason), packed=False)
+            if slot.packed and kind in (None, slot.plan.kind)
+            else slot
             for slot in self.slots
         ]
-        return CacheFactory(self._stock, slots)
+        return self._with(slots)
+
+    def _with(self, slots: Sequence[Slot]) -> CacheFactory:
+        return CacheFactory(self._stock, slots, one_row=self._one_row)
 
     def _make(self, row_of: Callable[[Slot], Row]) -> Caches:
-        return [
-            SequenceCache(row_of(slot)) if slot.packed else stock
+        made = [
+            _made(slot, stock, row_of)
             for slot, stock in zip(self.slots, self._stock(), strict=True)
         ]
+        return [alone(cache) for cache in made] if self._one_row else made
 
 
-def plan_caches(model: Any, plans: Sequence[LayerPlan]) -> CacheFactory:
+def _made(slot: Slot, stock: Any, row_of: Callable[[Slot], Row]) -> Any:
+    return slot.placed(stock, lambda _: _cache(slot.plan.kind, [row_of(slot)]))
+
+
+def _cache(kind: LayerKind, rows: Sequence[Row]) -> SequenceCache | BatchCache:
+    if kind is LayerKind.LATENT:
+        return LatentCache(rows[0]) if len(rows) == 1 else BatchLatentCache(rows)
+    return SequenceCache(rows[0]) if len(rows) == 1 else BatchCache(rows)
+
+
+def plan_caches(
+    model: Any, plans: Sequence[LayerPlan], *, batching: Batching = "rows"
+) -> CacheFactory:
     """Return the factory of *model*'s caches under *plans*, one plan for each layer that holds a cache.
 
-    A model that uses its layers several times (loops) has a multiple of that number of caches, in order.
+    A model that uses its layers several times (loops) may have a multiple of that number of caches, in order.
     """
     stock = getattr(model, "make_cache", None) or (lambda: [KVCache() for _ in model.layers])
-    return CacheFactory(stock, plan_slots(stock(), plans))
+    return CacheFactory(stock, plan_slots(stock(), plans), one_row=batching == "alone")
 
 
 def plan_slots(made: Sequence[Any], plans: Sequence[LayerPlan]) -> list[Slot]:
@@ -128,27 +191,27 @@ def plan_slots(made: Sequence[Any], plans: Sequence[LayerPlan]) -> list[Slot]:
     if rest:
         reason = f"the model makes {len(made)} caches for {len(plans)} layers"
         return [Slot(_unpacked(_filler(plans, i), reason), packed=False) for i in range(len(made))]
-    slots = []
-    for plan, cache in zip(list(plans) * repeats, made, strict=True):
-        wanted = plan.effective != SCHEMES["fp16"] or plan.token_budget is not None
-        if wanted and type(cache) is not KVCache:
-            slots.append(
-                Slot(
-                    _unpacked(plan, f"the model keeps it in a {type(cache).__name__}"), packed=False
-                )
-            )
-        else:
-            slots.append(Slot(plan, packed=wanted))
-    # boundary layers in full precision share the mask of packed layers of their kind: they must be ours too
-    if any(slot.packed for slot in slots):
-        slots = [
-            Slot(
-                slot.plan,
-                packed=slot.packed or (type(cache) is KVCache and slot.plan.kind == "full"),
-            )
-            for slot, cache in zip(slots, made, strict=True)
-        ]
-    return slots
+    placed = list(zip(list(plans) * repeats, made, strict=True))
+    wanted = {plan.kind for plan, cache in placed if _asks(plan) and _growing(cache)}
+    return [_slot(plan, cache, wanted) for plan, cache in placed]
+
+
+def _slot(plan: LayerPlan, cache: Any, wanted: set[LayerKind]) -> Slot:
+    """Return the slot of *cache*. mlx-lm makes one mask for all layers of a kind, so one of *wanted* is ours throughout."""
+    growing = _growing(cache)
+    if growing and plan.kind in wanted:
+        return Slot(plan, packed=True, members=growing if isinstance(cache, CacheList) else ())
+    names = " and a ".join(type(part).__name__ for part in parts([cache]))
+    return Slot(_unpacked(plan, f"the model keeps it in a {names}"), packed=False)
+
+
+def _growing(cache: Any) -> tuple[int, ...]:
+    """Return the positions of the plain growing caches in *cache*, which is one itself or may be composite."""
+    return tuple(at for at, part in enumerate(parts([cache])) if type(part) is KVCache)
+
+
+def _asks(plan: LayerPlan) -> bool:
+    return plan.effective != _EXACT or plan.token_budget is not None
 
 
 def _filler(plans: Sequence[LayerPlan], index: int) -> LayerPlan:
@@ -156,9 +219,9 @@ def _filler(plans: Sequence[LayerPlan], index: int) -> LayerPlan:
 
 
 def _unpacked(plan: LayerPlan, reason: str) -> LayerPlan:
-    if plan.effective == SCHEMES["fp16"] and plan.token_budget is None:
+    if not _asks(plan):
         return plan
-    return replace(plan, effective=SCHEMES["fp16"], token_budget=None, reason=reason)
+    return replace(plan, effective=_EXACT, token_budget=None, reason=reason)
 
 
 def convert(caches: Sequence[Any], row_of: Callable[[int], Row | None]) -> Caches:
@@ -175,48 +238,82 @@ def convert(caches: Sequence[Any], row_of: Callable[[int], Row | None]) -> Cache
         ValueError: there is a row for a cache that is no plain KVCache.
     """
     return [
-        cache if (row := row_of(index)) is None else _converted(cache, row, index)
+        cache
+        if (row := row_of(index)) is None
+        else _cache(LayerKind.FULL, _rows(cache, row, index))
         for index, cache in enumerate(caches)
     ]
 
 
-def _converted(cache: Any, row: Row, index: int) -> SequenceCache | BatchCache:
+def convert_slots(caches: Sequence[Any], slots: Sequence[Slot]) -> Caches:
+    """Return *caches* with those packed that are ours in *slots* (plan_slots); the given ones are left as they are."""
+    return [
+        _converted(slot, cache, index)
+        for index, (slot, cache) in enumerate(zip(slots, caches, strict=True))
+    ]
+
+
+def _converted(slot: Slot, cache: Any, index: int) -> Any:
+    return slot.placed(cache, lambda part: _cache(slot.plan.kind, _rows(part, slot.row(), index)))
+
+
+def _rows(cache: Any, row: Row, index: int) -> list[Row]:
+    """Return a row like *row* for each sequence in *cache*, packed."""
     if type(cache) is not KVCache:
         raise ValueError(f"cache {index} is a {type(cache).__name__}; only a KVCache can be packed")
     if cache.empty():
-        return SequenceCache(row)
+        return [row]
     keys, values = cache.keys_and_values()
     rows = [row.fresh() for _ in range(keys.shape[0])]
     for each, k, v in zip(rows, keys, values, strict=True):
         each.append(k, v)
         each.pack()
-    return SequenceCache(rows[0]) if len(rows) == 1 else BatchCache(rows)
+    return rows
 
 
 def probe(model: Any, factory: CacheFactory, vocab_size: int) -> CacheFactory:
     """Run *model* on its own caches and on ours; return *factory*, or one that falls back with the reason.
 
-    Raises nothing: a model on which our caches fail still serves, on mlx-lm's own.
+    Where only the caches of some kinds of layers fail, only those fall back. A model on which all of
+    ours fail still serves, on mlx-lm's own; what it raises on those is raised here.
     """
-    if not factory.any_packed:
+    expected = _two_passes(model, factory.stock(), PROBE_TOKENS, vocab_size)
+    reason = _failure(model, factory, expected)
+    if reason is None:
         return factory
+    kinds = factory.packed_kinds
+    if len(kinds) > 1:
+        kept = factory
+        for kind in kinds:
+            why = _failure(model, factory.only(kind), expected)
+            kept = kept if why is None else kept.fall_back(why, kind)
+        if kept is not factory and _failure(model, kept, expected) is None:
+            return kept
+    return factory.fall_back(reason)
+
+
+def _failure(model: Any, factory: CacheFactory, expected: mx.array) -> str | None:
+    """Return why *model* cannot work on the caches of *factory*; None: it can, and gives *expected* on them."""
+    if not factory.any_packed:
+        return None
+    vocab_size = expected.shape[-1]
     try:
-        expected = _two_passes(model, factory.stock(), PROBE_TOKENS, vocab_size)
         got = _two_passes(model, factory.unpacked(), PROBE_TOKENS, vocab_size)
         difference = _relative_difference(got, expected)
-        tolerance = _TOLERANCE.get(expected.dtype, 8e-2)
-        if not difference <= tolerance:
-            return factory.fall_back(
+        if not difference <= _TOLERANCE.get(expected.dtype, 8e-2):
+            return (
                 f"its attention does not go through the cache (logits differ by {difference:.1%})"
             )
         packed = _two_passes(model, factory(), PACKED_PROBE_TOKENS, vocab_size)
         if not mx.all(mx.isfinite(packed)).item():
-            return factory.fall_back("packed keys and values gave infinite logits")
+            return "packed keys and values gave infinite logits"
     except Exception as error:  # noqa: BLE001 - whatever a model's own code raises on a view means "not with this model"
-        return factory.fall_back(
-            f"its code needs plain keys and values ({type(error).__name__}: {error})"
-        )
-    return factory
+        return f"its code needs plain keys and values ({type(error).__name__}: {_one_line(error)})"
+    return None
+
+
+def _one_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _relative_difference(got: mx.array, expected: mx.array) -> float:
@@ -247,16 +344,25 @@ def measure(model: Any, factory: CacheFactory, vocab_size: int) -> BytesPerToken
     caches = factory()
     model(mx.zeros((1, PROBE_TOKENS), dtype=mx.int32) % vocab_size, cache=caches)
     effective = fp16 = 0.0
-    for cache in caches:
+    for cache in parts(caches):
         if isinstance(cache, SequenceCache) and cache.row.token_budget is None:
             (n_heads, dim_k), (_, dim_v) = cache.row.shapes()
             effective += _packed_bytes(cache.row, n_heads, dim_k, dim_v)
             fp16 += n_heads * (dim_k + dim_v) * REFERENCE_BITS / 8
-        elif type(cache) is KVCache and cache.keys is not None:
+        elif isinstance(cache, KVCache) and cache.keys is not None:
             for side in (cache.keys, cache.values):
                 effective += side.nbytes / side.shape[2]
                 fp16 += side.size / side.shape[2] * REFERENCE_BITS / 8
     return BytesPerToken(effective, fp16)
+
+
+def parts(caches: Sequence[Any]) -> Iterator[Any]:
+    """Yield every cache, those inside composite ones included."""
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            yield from parts(cache.caches)
+        else:
+            yield cache
 
 
 def _packed_bytes(row: Row, n_heads: int, dim_k: int, dim_v: int) -> float:

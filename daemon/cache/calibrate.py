@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -76,6 +77,10 @@ class _Recorder:
         self._calls.clear()
         self._queries_at = self.offset
         self.inner.update_and_fetch(keys, values)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[View, View]:
+        """Return views, for layers that read another layer's cache."""
         return View(self, "k"), View(self, "v")
 
     def shape_of(self, side: Side) -> tuple[int, ...]:
@@ -119,7 +124,7 @@ def calibrate(
     runs: Sequence[Sequence[int]],
     progress: Callable[[float], None] = lambda _: None,
 ) -> dict[int, KeyStatistics]:
-    """Return the statistics of every slot of *factory* that is ours, by its index.
+    """Return the statistics of every slot of *factory* that can have them, by its index.
 
     *runs* are token sequences, each run by itself. *progress* gets the share that is done, and may
     raise to end it.
@@ -131,15 +136,12 @@ def calibrate(
         raise ValueError(
             f"calibration needs at least {RUN_TOKENS // 4 + SKIP_QUERIES} tokens of text"
         )
-    totals = {index: _Totals() for index, slot in enumerate(factory.slots) if slot.packed}
+    totals = {index: _Totals() for index, slot in enumerate(factory.slots) if slot.calibratable}
     all_tokens = sum(map(len, runs))
     done = 0
     with _watched_ropes(model) as calls:
         for run in runs:
-            caches = [
-                _Recorder(calls) if slot.packed else stock
-                for slot, stock in zip(factory.slots, factory.stock(), strict=True)
-            ]
+            caches, recorders = _recorded(factory, calls)
             for start in range(0, len(run), CHUNK):
                 chunk = list(run[start : start + CHUNK])
                 model(mx.array(chunk)[None], cache=caches)
@@ -148,7 +150,7 @@ def calibrate(
                 done += len(chunk)
                 progress(done / all_tokens)
             for index, total in totals.items():
-                _add(total, caches[index])
+                _add(total, recorders[index])
     return {index: _statistics(total) for index, total in totals.items()}
 
 
@@ -184,7 +186,7 @@ def checkpoint_means(
     """
     found = {}
     for index, slot in enumerate(factory.slots):
-        if not slot.packed or slot.plan.index >= len(model.layers):
+        if not slot.calibratable or slot.plan.index >= len(model.layers):
             continue
         modules = dict(model.layers[slot.plan.index].named_modules())
         names = {name.rsplit(".", 1)[-1] for name in modules}
@@ -204,16 +206,26 @@ def checkpoint_means(
 def _ropes(model: Any, factory: CacheFactory) -> dict[int, Any]:
     """Return the rotary module whose output is the keys of each slot of ours, found by running a few tokens."""
     with _watched_ropes(model) as calls:
-        caches = [
-            _Recorder(calls) if slot.packed else stock
-            for slot, stock in zip(factory.slots, factory.stock(), strict=True)
-        ]
+        caches, recorders = _recorded(factory, calls)
         model(mx.array([[1, 2, 3]]), cache=caches)
-    return {
-        index: cache.rope
-        for index, cache in enumerate(caches)
-        if isinstance(cache, _Recorder) and cache.rope is not None
+    return {index: each.rope for index, each in recorders.items() if each.rope is not None}
+
+
+def _recorded(
+    factory: CacheFactory, calls: list[tuple[Any, mx.array, mx.array]]
+) -> tuple[list[Any], dict[int, _Recorder]]:
+    """Return caches of which those that can be calibrated are recorders, and these by their slot."""
+    recorders = {
+        index: _Recorder(calls) for index, slot in enumerate(factory.slots) if slot.calibratable
     }
+    caches = factory.stock()
+    for index, recorder in recorders.items():
+        caches[index] = factory.slots[index].placed(caches[index], partial(_instead, recorder))
+    return caches, recorders
+
+
+def _instead(recorder: _Recorder, stock: Any) -> _Recorder:
+    return recorder
 
 
 @contextmanager

@@ -52,7 +52,7 @@ def quantize_prompt_cache(
     allowed: str | None,
 ) -> PromptCache:
     """See daemon.cache.quantize_prompt_cache."""
-    if any(isinstance(each, SequenceCache | BatchCache) for each in cache):
+    if any(isinstance(each, SequenceCache | BatchCache) for each in build.parts(cache)):
         raise ValueError("the cache is packed already; start from make_prompt_cache(model)")
     architecture = read_model(model, config)
     if allowed is None:
@@ -72,7 +72,7 @@ def quantize_prompt_cache(
     plans = [slot.plan for slot in slots]
     if asked.strict:
         _refuse_fallbacks(own, plans)
-    caches = build.convert(cache, lambda i: slots[i].row() if slots[i].packed else None)
+    caches = build.convert_slots(cache, slots)
     return PromptCache(caches, _as_built(resolved, plans))
 
 

@@ -33,9 +33,9 @@ class SideFacts(Facts):
 
 
 class RowFacts(Facts):
-    """One SequenceCache: its policy, and what it holds."""
+    """One SequenceCache, or LatentCache: its policy, and what it holds."""
 
-    kind: Literal["SequenceCache"] = "SequenceCache"
+    kind: Literal["SequenceCache", "LatentCache"] = "SequenceCache"
     scheme: str
     sink_tokens: NonNegativeInt
     tail_tokens: NonNegativeInt
@@ -113,9 +113,10 @@ def flat(caches: Sequence[CacheFacts], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{i}", facts
 
 
-def row_facts(row: Row, state: RowState) -> RowFacts:
-    """Return the facts of a row like *row* that holds *state*."""
+def row_facts(row: Row, state: RowState, *, latent: bool = False) -> RowFacts:
+    """Return the facts of a row like *row* that holds *state*, in a layer with *latent* attention or another."""
     return RowFacts(
+        kind="LatentCache" if latent else "SequenceCache",
         scheme=row.scheme.name,
         sink_tokens=row.sink_tokens,
         tail_tokens=row.tail_tokens,

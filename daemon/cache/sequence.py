@@ -55,7 +55,7 @@ class View:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(batch, n_kv_heads, tokens, dim); a batch's tokens are those of its longest row."""
+        """(batch, n_kv_heads, tokens, dim); as many tokens as the mask for the last update is wide."""
         return self.cache.shape_of(self.side)
 
     @property
@@ -85,12 +85,17 @@ class _Cache:
     def shape_of(self, side: Side) -> tuple[int, ...]:
         """Return (batch, n_kv_heads, tokens, dim) of the keys or the values."""
         n_heads, dim = max(row.shapes()[0 if side == "k" else 1] for row in self.rows)
-        return len(self.rows), n_heads, max(row.length for row in self.rows), dim
+        return len(self.rows), n_heads, self.width, dim
 
     def dtype_of(self, side: Side) -> mx.Dtype:
         """Return the dtype that the model computed."""
         dtype: mx.Dtype = getattr(mx, self.rows[0].dtype)
         return dtype
+
+    @property
+    def width(self) -> int:
+        """Tokens that a view shows: all that are stored."""
+        return self.size()
 
     @property
     def state(self) -> list[mx.array]:
@@ -128,6 +133,8 @@ class _Cache:
 class SequenceCache(_Cache):
     """The cache of one sequence in one layer."""
 
+    _attention = staticmethod(attention.attend)
+
     def __init__(self, row: Row) -> None:
         self.rows = [row]
 
@@ -154,14 +161,14 @@ class SequenceCache(_Cache):
         if array is not None and array.ndim == 4:
             array = array[0]
         array = self.row.mask(queries.shape[2], array)
-        return attention.attend(queries[0], self.row.stored(), scale, array, sinks)[None]
+        return self._attention(queries[0], self.row.stored(), scale, array, sinks)[None]
 
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         """Return the mask for *n* new tokens, as base.create_attention_mask asks for it."""
         if window_size is not None and self.offset + n > window_size:
-            return _causal(n, self.offset, window_size=window_size)
+            return causal(n, self.offset, window_size=window_size)
         if return_array:
-            return _causal(n, self.offset)
+            return causal(n, self.offset)
         return None if n == 1 else "causal"
 
     @staticmethod
@@ -171,21 +178,38 @@ class SequenceCache(_Cache):
 
 
 class BatchCache(_Cache):
-    """The caches of several sequences in one layer, each of its own length."""
+    """The caches of several sequences in one layer, each of its own length.
+
+    To the model they look like one rectangle: histories end where the new tokens begin, and shorter
+    ones are padded on the left; new tokens that are padding stand on the right. Masks have that shape.
+    """
+
+    _attention = staticmethod(attention.attend)
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = list(rows)
         self._remaining: list[int] | None = None  # tokens still to come in a right-padded prefill
         self._valid: list[int] = []  # tokens of the last update that were no padding
+        self._width: int | None = None  # of the rectangle of the last update
 
     @property
     def offset(self) -> mx.array:
         """Tokens stored in each row, int32 (B,): the positions of the next ones."""
         return mx.array([row.length for row in self.rows], dtype=mx.int32)
 
+    @property
+    def width(self) -> int:
+        """Tokens that a view shows: the longest history and all new tokens, padding included."""
+        return self.size() if self._width is None else self._width
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
         """Store *keys* (B, H, n, dim_k) and *values*, padding excepted; return views of everything stored."""
+        self._append(keys, values)
+        return self.keys_and_values()
+
+    def _append(self, keys: mx.array, values: mx.array) -> None:
         n = keys.shape[2]
+        self._width = self.size() + n
         self._valid = [n] * len(self.rows)
         if self._remaining is not None:
             self._valid = [min(n, left) for left in self._remaining]
@@ -195,7 +219,6 @@ class BatchCache(_Cache):
         for row, k, v, valid in zip(self.rows, keys, values, self._valid, strict=True):
             if valid:
                 row.append(k[:, :valid], v[:, :valid])
-        return self.keys_and_values()
 
     def attend(
         self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None
@@ -209,7 +232,7 @@ class BatchCache(_Cache):
             if count == 0:
                 outs.append(None)
                 continue
-            part = attention.attend(
+            part = self._attention(
                 queries[index, :, :count],
                 row.stored(),
                 scale,
@@ -238,7 +261,7 @@ class BatchCache(_Cache):
         longest = self.size()
         if return_array or (window_size is not None and longest + n > window_size):
             padding = mx.array([longest - row.length for row in self.rows])
-            return _causal(n, longest, window_size=window_size, left_padding=padding)
+            return causal(n, longest, window_size=window_size, left_padding=padding)
         return None if n == 1 else "causal"
 
     def prepare(
@@ -254,19 +277,27 @@ class BatchCache(_Cache):
 
     def filter(self, keep: list[int]) -> None:
         """Keep only the rows at the indices *keep*, in that order."""
-        self.rows = [self.rows[index] for index in keep]
-        self._valid = []
+        self._change([self.rows[index] for index in keep])
 
     def extend(self, other: BatchCache) -> None:
         """Add the rows of *other* after these."""
-        self.rows = [*self.rows, *other.rows]
-        self._valid = []
+        self._change([*self.rows, *other.rows])
 
     def extract(self, index: int) -> SequenceCache:
         """Return a copy of row *index* as a cache of its own."""
         return SequenceCache(self.rows[index].copy())
 
+    def trim(self, count: int) -> int:
+        """Forget the newest *count* tokens of each row; return how many that was."""
+        trimmed = super().trim(count)
+        self._width = None
+        return trimmed
 
-def _causal(n: int, offset: int, **options: Any) -> mx.array:
+    def _change(self, rows: list[Row]) -> None:
+        self.rows, self._valid, self._width = rows, [], None
+
+
+def causal(n: int, offset: int, **options: Any) -> mx.array:
+    """Return mlx-lm's boolean mask for *n* new tokens after *offset* ones."""
     mask: mx.array = create_causal_mask(n, offset, **options)
     return mask

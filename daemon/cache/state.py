@@ -21,6 +21,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from pydantic import ValidationError
 
 from daemon.cache import container
+from daemon.cache.alone import like, plain_class
 from daemon.cache.facts import (
     ArraysFacts,
     CacheFacts,
@@ -34,6 +35,7 @@ from daemon.cache.facts import (
     flat,
     row_facts,
 )
+from daemon.cache.latent import LatentCache
 from daemon.cache.row import RowState
 from daemon.cache.sequence import SequenceCache
 from daemon.errors import SnapshotError
@@ -89,7 +91,7 @@ def restore(path: Path, empty: Sequence[Any], identity: Identity) -> list[Any]:
             raise container.damaged(path, f"cache {place} does not hold {found.n_tokens} tokens")
     source = _Source(path, arrays)
     caches = [
-        source.restored(cache, facts, f"{i}")
+        like(cache, source.restored(cache, facts, f"{i}"))
         for i, (cache, facts) in enumerate(zip(empty, found.caches, strict=True))
     ]
     if arrays:
@@ -110,7 +112,7 @@ def _snapshot(identity: Identity, caches: tuple[CacheFacts, ...]) -> Snapshot:
 
 def _described(cache: Any, place: str, arrays: Arrays) -> CacheFacts:
     """Return what *cache* is, and put its arrays among *arrays* under names that begin with *place*."""
-    facts, own = _DESCRIBE.get(type(cache), _refused)(cache, place, arrays)
+    facts, own = _DESCRIBE.get(plain_class(cache), _refused)(cache, place, arrays)
     arrays |= {f"{place}.{name}": array for name, array in own.items()}
     return facts
 
@@ -120,7 +122,7 @@ def _describe_row(cache: SequenceCache, place: str, arrays: Arrays) -> tuple[Cac
     if row.keys is not None and row.statistics_id is None:
         raise SnapshotError(f"cache {place} packs its keys by statistics that have no id")
     state = row.export()
-    return row_facts(row, state), state.arrays
+    return row_facts(row, state, latent=isinstance(cache, LatentCache)), state.arrays
 
 
 def _describe_growing(cache: KVCache, place: str, arrays: Arrays) -> tuple[CacheFacts, Arrays]:
@@ -161,6 +163,7 @@ def _refused(cache: Any, place: str, arrays: Arrays) -> tuple[CacheFacts, Arrays
 
 _DESCRIBE: Mapping[type, Callable[[Any, str, Arrays], tuple[CacheFacts, Arrays]]] = {
     SequenceCache: _describe_row,
+    LatentCache: _describe_row,
     KVCache: _describe_growing,
     RotatingKVCache: _describe_rotating,
     ArraysCache: _describe_arrays,
@@ -183,8 +186,9 @@ class _Source:
 
     def restored(self, empty: Any, facts: CacheFacts, place: str) -> Any:
         """Return the cache that *facts* describe, in the place of *empty*."""
-        if type(empty).__name__ != facts.kind:
-            raise _differs(self._path, f"kind of cache {place}", type(empty).__name__, facts.kind)
+        kind = plain_class(empty).__name__
+        if kind != facts.kind:
+            raise _differs(self._path, f"kind of cache {place}", kind, facts.kind)
         if not isinstance(empty, CacheList) and not empty.empty():
             raise ValueError(f"cache {place} to restore into is not empty")
         match facts:
@@ -213,9 +217,12 @@ class _Source:
             dtype_v=facts.v.dtype,
             arrays={name.removeprefix(prefix): self._arrays.pop(name) for name in names},
         )
-        _compare(self._path, f" of cache {place}", row_facts(empty.row, state), facts)
+        latent = isinstance(empty, LatentCache)
+        expected = row_facts(empty.row, state, latent=latent)
+        _compare(self._path, f" of cache {place}", expected, facts)
         try:
-            return SequenceCache(empty.row.restored(state))
+            row = empty.row.restored(state)
+            return LatentCache(row) if latent else SequenceCache(row)
         except ValueError as error:
             raise container.damaged(self._path, f"cache {place}: {error}") from error
 

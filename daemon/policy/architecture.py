@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from daemon.errors import PolicyError
 from daemon.policy.patterns import layer_kinds
 from daemon.policy.reader import Reader
-from daemon.policy.rules import Architectures, Dims, Family, Ref, architectures
+from daemon.policy.rules import Architectures, Batching, Dims, Family, Ref, architectures
 from daemon.policy.rules import LayerKind as LayerKind
 
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers")
@@ -31,6 +31,7 @@ _VOCAB = ("vocab_size", "num_vocab")
 _MULTIMODAL_KEYS = ("vision_config", "audio_config", "image_token_id", "audio_token_id")
 
 _MOST_LAYERS = 4096  # far above any model; a wrong number must not fill the memory
+_ALONE = "mlx-lm runs one sequence of this model at a time: max_concurrent counts as 1"
 _NO_CONTEXT = "config.json does not say how long the context may be"
 
 _LATENT = Dims(kv_heads=1, head_dim="kv_lora_rank", head_dim_v="qk_rope_head_dim")
@@ -69,7 +70,7 @@ class Architecture:
 
     *family* is mlx-lm's module; *n_heads* counts query heads, of the first layer where layers differ.
     *stock_cache* says why the model must keep mlx-lm's own cache, if it
-    must; *boundary_k* is the number of boundary layers whose keys need 8 bits. *notes* tell which
+    must; *batching* says how several sequences may run together; *boundary_k* is the number of boundary layers whose keys need 8 bits. *notes* tell which
     values were assumed and what else a user should know.
     """
 
@@ -80,6 +81,7 @@ class Architecture:
     max_context: int | None
     vocab_size: int | None
     stock_cache: str | None = None
+    batching: Batching = "rows"
     boundary_k: int = 0
     learned_sinks: bool = False
     notes: tuple[str, ...] = ()
@@ -115,6 +117,7 @@ def read_architecture(config: Mapping[str, object]) -> Architecture:
     notes = [
         *reader.notes,
         *([family.note] if family.note else []),
+        *([_ALONE] if family.batching == "alone" else []),
         *([_NO_CONTEXT] if attends and context is None else []),
     ]
     return Architecture(
@@ -125,6 +128,7 @@ def read_architecture(config: Mapping[str, object]) -> Architecture:
         max_context=context,
         vocab_size=reader.first(*_VOCAB) or Reader(config, {}).first(*_VOCAB),
         stock_cache=family.stock,
+        batching=family.batching,
         boundary_k=family.boundary_k,
         learned_sinks=sinks if isinstance(sinks, bool) else any(bool(text.get(k)) for k in sinks),
         notes=tuple(notes),

@@ -46,8 +46,11 @@ _NO_ROTATING = "sliding window: quantized rotating caches are not available yet"
 _FIXED = {
     LayerKind.RECURRENT: "recurrent state, no KV cache",
     LayerKind.CHUNKED: "chunked attention",
-    LayerKind.LATENT: "latent attention (MLA) caches a compressed vector already",
 }
+_LATENT = "latent attention (MLA) caches a compressed vector already"
+_GATHERED = "sparse attention reads single latents by their index"
+_PACKED_LATENT = Scheme(INT8, FP16)  # of the pair that mlx-lm caches: the latent, the rotary key
+_LATENT_NOTE = "int8 latent; the rotary key stays in full precision"
 _SIDE_KEYS = ("cache_type_v", "cache_type_k", "v", "k")  # what may change one side alone
 _EASILY_MISREAD = {
     "turbo3": "turbo3 means turbo0v3 here, keys in full precision; for 3-bit keys too write turbo3v3",
@@ -279,6 +282,8 @@ def _plan(wish: Wish, arch: Architecture, allowed: str | None) -> LayerPlan:
         reason = _obstacle(wish, arch)
         if reason is not None:
             effective = _EXACT
+        elif wish.layer.kind is LayerKind.LATENT:
+            effective, reason = _PACKED_LATENT, _LATENT_NOTE
         elif not wish.scheme.fits(wish.layer.head_dim_k, wish.layer.head_dim_v):
             effective, reason = SCHEMES["int8"], _misfit(wish)
         elif wish.scheme.low_bit_keys and allowed is None:
@@ -303,9 +308,20 @@ def _obstacle(wish: Wish, arch: Architecture) -> str | None:
         return _FIXED[kind]
     if arch.stock_cache is not None:
         return arch.stock_cache
+    if kind is LayerKind.LATENT:
+        return _latent_obstacle(wish)
     if kind is LayerKind.SLIDING:
         return _NO_ROTATING if wish.by_rule else _WINDOW
     return None
+
+
+def _latent_obstacle(wish: Wish) -> str | None:
+    """Return why a latent layer must stay in full precision: it has int8 only, and only where that is written out."""
+    if wish.layer.indexer_dim:
+        return _GATHERED
+    if wish.explicit and wish.scheme in (SCHEMES["int8"], _PACKED_LATENT):
+        return None
+    return _LATENT
 
 
 def _misfit(wish: Wish) -> str:
@@ -330,7 +346,8 @@ def _with_safe_keys(scheme: Scheme, *, explicit: bool) -> Scheme:
 
 
 def _fell_back(plan: LayerPlan) -> bool:
-    return plan.kind not in NO_CACHE and plan.effective.name != plan.requested
+    packed_latent = plan.kind is LayerKind.LATENT and plan.effective == _PACKED_LATENT
+    return plan.kind not in NO_CACHE and plan.effective.name != plan.requested and not packed_latent
 
 
 def _refuse_fallbacks(plans: Sequence[LayerPlan]) -> None:
@@ -358,11 +375,11 @@ def _fallback_warnings(
     if not asked:
         return []
     warnings = []
-    modes = ", ".join(sorted({wish.scheme.name for wish in asked}))
-    if any(wish.layer.kind is LayerKind.LATENT for wish in asked):
-        warnings.append(f"{arch.family} has latent attention (MLA): {modes} becomes fp16 there")
-    elif arch.stock_cache is not None:
+    if arch.stock_cache is not None:
+        modes = ", ".join(sorted({wish.scheme.name for wish in asked}))
         warnings.append(f"{arch.stock_cache}: {modes} becomes fp16")
+    else:
+        warnings += _latent_warnings(plans, arch)
     swaps = {
         (plan.requested, plan.effective.name)
         for plan in plans
@@ -380,6 +397,15 @@ def _fallback_warnings(
             " quantizing it saves little"
         )
     return warnings
+
+
+def _latent_warnings(plans: Sequence[LayerPlan], arch: Architecture) -> list[str]:
+    kept = [plan for plan in plans if plan.kind is LayerKind.LATENT and _fell_back(plan)]
+    if not kept:
+        return []
+    modes = ", ".join(sorted({plan.requested for plan in kept}))
+    choice = "; mode: int8 packs the latents" if kept[0].reason == _LATENT else ""
+    return [f"{arch.family} has latent attention (MLA): {modes} becomes fp16 there{choice}"]
 
 
 def _raised(plan: LayerPlan, boundaries: Boundaries) -> LayerPlan:

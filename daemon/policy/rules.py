@@ -31,6 +31,14 @@ Ref = str | int | tuple[str, ...]
 """A number of a model: a dotted key of config.json, a constant, or a sum of keys."""
 
 
+Batching = Literal["rows", "prefill_alone", "alone"]
+"""How a module of mlx-lm bears several sequences.
+
+`rows`: together, whatever their lengths. `prefill_alone`: one prompt at a time, because the padding
+of shorter ones would enter a recurrent state. `alone`: one sequence at a time.
+"""
+
+
 class RuleModel(BaseModel):
     """Base of what the rule files hold: closed and immutable."""
 
@@ -161,6 +169,7 @@ class Family(RuleModel):
     learned_sinks: bool | tuple[str, ...] = Field(
         False, description="Learned attention sinks, or the keys that turn them on."
     )
+    batching: Batching = Field("rows", description="How several sequences may run together.")
     stock: str | None = Field(None, description="Why these layers must keep mlx-lm's own cache.")
     note: str | None = None
 

@@ -77,7 +77,7 @@ def layers_text(indices: Iterable[int]) -> str:
 def _obstacle(wish: Wish, arch: Architecture) -> str:
     match wish.layer.kind:
         case LayerKind.LATENT:
-            return "latent attention (MLA) keeps mlx-lm's own cache"
+            return "latent attention (MLA) needs every token"
         case LayerKind.SLIDING | LayerKind.CHUNKED:
             return f"the window is {wish.layer.window:,} tokens"
         case _:

@@ -171,4 +171,4 @@ def _text(written: str | None) -> tuple[str, str]:
 
 
 def _ours(factory: CacheFactory) -> set[int]:
-    return {index for index, slot in enumerate(factory.slots) if slot.packed}
+    return {index for index, slot in enumerate(factory.slots) if slot.calibratable}

@@ -328,14 +328,15 @@ class _Batching:
         self._line: deque[MlxGeneration] = deque()
         self._rows: dict[int, MlxGeneration] = {}
         self._prompt_done: dict[int, int] = {}  # tokens read of each prompt that is being read
-        self._max_concurrent = max_concurrent
+        self._batching = loaded.batching
+        self._max_concurrent, prefill_rows = self._most_rows(max_concurrent)
         self._stops = StopSequences([[token] for token in sorted(loaded.eos_token_ids)])
         self._no_stops = StopSequences()
         device = mx.default_device()
         self._generator = BatchGenerator(
             loaded.model,
-            completion_batch_size=max_concurrent,
-            prefill_batch_size=min(PREFILL_ROWS, max_concurrent),
+            completion_batch_size=self._max_concurrent,
+            prefill_batch_size=prefill_rows,
             prefill_step_size=PREFILL_CHUNK["cpu" if device == mx.Device(mx.cpu) else "gpu"],
             stream=mx.default_stream(device),
         )
@@ -368,9 +369,14 @@ class _Batching:
                 self._prompt_done.pop(uid, None)
 
     def set_max_concurrent(self, max_concurrent: int) -> None:
-        self._max_concurrent = max_concurrent
-        self._generator.completion_batch_size = max_concurrent
-        self._generator.prefill_batch_size = min(PREFILL_ROWS, max_concurrent)
+        self._max_concurrent, prefill_rows = self._most_rows(max_concurrent)
+        self._generator.completion_batch_size = self._max_concurrent
+        self._generator.prefill_batch_size = prefill_rows
+
+    def _most_rows(self, max_concurrent: int) -> tuple[int, int]:
+        """Return how many sequences may decode, and how many prompts may be read, together."""
+        rows = 1 if self._batching == "alone" else max_concurrent
+        return rows, min(PREFILL_ROWS, rows) if self._batching == "rows" else 1
 
     def step(self) -> dict[MlxGeneration, list[TokenEvent]]:
         """Admit what fits, run one decode step and one prefill chunk, and return the new tokens by sequence."""

@@ -24,6 +24,7 @@ from daemon.errors import PolicyError, WorkerExit, WorkerExitError
 from daemon.kernels import attention
 from daemon.policy.architecture import Architecture, LayerKind, read_architecture
 from daemon.policy.resolve import ResolvedPolicy, resolve, summarize
+from daemon.policy.rules import Batching, architectures
 from daemon.worker.calibration import Calibration, Wanted, calibrated
 
 Progress = Callable[[str, float], None]
@@ -42,6 +43,7 @@ class LoadedModel:
     vocab_size: int
     max_context: int
     eos_token_ids: frozenset[int]
+    batching: Batching
     model_report: wire.ModelReport
     kv_report: wire.KvReport
 
@@ -63,7 +65,7 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
         ) from error
     seam.install()
     progress("reading weights", 0.0)
-    model, config = _load_weights(folder)
+    model, config = _load_weights(folder, architecture)
     for done in _evaluated(model):
         progress("reading weights", 0.8 * done)
     progress("loading the tokenizer", 0.8)
@@ -71,15 +73,17 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
     progress("checking the KV policy", 0.85)
     vocab_size: int = model(mx.array([[0]])).shape[-1]  # nothing is computed for a shape
     factory = build.plan_caches(
-        model, [plan for plan in resolved.layers if plan.kind != LayerKind.SHARED]
+        model,
+        [plan for plan in resolved.layers if plan.kind != LayerKind.SHARED],
+        batching=architecture.batching,
     )
-    factory = build.probe(model, factory, vocab_size)
+    factory = _probed(folder, model, factory, vocab_size)
     calibration = _calibration(spec, architecture, model, tokenizer, factory, progress)
     factory = factory.calibrated(calibration.transforms, calibration.id)
     cost = build.measure(model, factory, vocab_size)
     kv_report = _kv_report(spec, resolved, factory, cost, calibration)
     if spec.kv.strict:
-        _refuse_fallbacks(kv_report)
+        _refuse_fallbacks(resolved, factory)
         _refuse_lost_budgets(resolved, factory)
     model.make_cache = factory
     mx.clear_cache()
@@ -91,6 +95,7 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
         vocab_size=vocab_size,
         max_context=min(spec.server.max_context or own_context, own_context),
         eos_token_ids=frozenset(tokenizer.eos_token_ids),
+        batching=architecture.batching,
         model_report=_model_report(spec, folder, model, architecture),
         kv_report=kv_report,
     )
@@ -111,10 +116,16 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _load_weights(folder: Path) -> tuple[Any, dict[str, Any]]:
+def _load_weights(folder: Path, architecture: Architecture) -> tuple[Any, dict[str, Any]]:
     download_again = "download or convert the model again"
+    # mlx-lm knows its own names for a family and no other spelling
+    respelled = architecture.model_type in architectures().spellings
     try:
-        model, config = load_model(folder, lazy=True)
+        model, config = load_model(
+            folder,
+            lazy=True,
+            model_config={"model_type": architecture.family} if respelled else None,
+        )
     except FileNotFoundError as error:
         raise WorkerExitError(
             WorkerExit.MODEL_MISSING,
@@ -178,6 +189,15 @@ def _load_tokenizer(folder: Path, spec: wire.WorkerSpec, config: dict[str, Any])
     return tokenizer
 
 
+def _probed(folder: Path, model: Any, factory: CacheFactory, vocab_size: int) -> CacheFactory:
+    try:
+        return build.probe(model, factory, vocab_size)
+    except Exception as error:
+        raise WorkerExitError(
+            WorkerExit.BAD_CONFIG, f"mlx-lm cannot run {folder.name} here: {_one_line(error)}"
+        ) from error
+
+
 def _calibration(
     spec: wire.WorkerSpec,
     architecture: Architecture,
@@ -237,16 +257,18 @@ def _kv_report(
     )
 
 
-def _refuse_fallbacks(report: wire.KvReport) -> None:
-    missed = [layer for layer in report.layers if layer.effective != layer.requested]
+def _refuse_fallbacks(resolved: ResolvedPolicy, factory: CacheFactory) -> None:
+    """Refuse what the loaded model cannot have; what its architecture rules out, `resolve` has refused already."""
+    wanted = {plan.index: plan.effective.name for plan in resolved.layers}
+    missed = {
+        plan.index: f"layer {plan.index} gets {plan.effective.name} instead of {wanted[plan.index]}: {plan.reason}"
+        for plan in factory.plans
+        if plan.effective.name != wanted[plan.index]
+    }
     if missed:
-        which = "; ".join(
-            f"layers {layer.first}-{layer.last} get {layer.effective} instead of {layer.requested}: {layer.reason}"
-            for layer in missed
-        )
         raise WorkerExitError(
             WorkerExit.BAD_CONFIG,
-            f"kv.strict: {which}",
+            f"kv.strict: {'; '.join(missed.values())}",
             hint="choose a scheme these layers can have, or drop kv.strict",
         )
 

@@ -4,10 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models import base
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from daemon.cache import build
+from daemon.cache.latent import LatentCache
 from daemon.cache.sequence import SequenceCache
 from daemon.policy.architecture import LayerKind
 from daemon.policy.resolve import LayerPlan
@@ -138,7 +141,7 @@ def test_logits_of_packed_caches_stay_close_to_exact_ones(
     assert 0 < error.item() < 0.1
 
 
-def test_a_failing_probe_falls_back_for_the_whole_model_with_a_reason() -> None:
+def test_a_failing_probe_falls_back_with_a_reason() -> None:
     """A model that computes on keys itself cannot use views: it gets mlx-lm's caches and says why."""
     model = tiny(
         "stablelm",
@@ -154,6 +157,105 @@ def test_a_failing_probe_falls_back_for_the_whole_model_with_a_reason() -> None:
     assert {plan.effective.name for plan in factory.plans} == {"fp16"}
     assert "needs plain keys and values" in (factory.plans[0].reason or "")
     assert all(type(cache) is KVCache for cache in factory())
+
+
+class MixedAttention(nn.Module):
+    """A plain layer, then a latent one; *touches* names the one whose code computes on what its cache returned."""
+
+    def __init__(self, touches: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, 32)
+        self.layers = ["full", "latent"]
+        self.touches = touches
+
+    def make_cache(self) -> list[KVCache]:
+        return [KVCache(), KVCache()]
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        x = self.embed(tokens)[:, None]
+        mask = base.create_attention_mask(x[:, 0], cache[0], return_array=True)
+        keys, values = cache[0].update_and_fetch(x, x)
+        if self.touches == "full":
+            keys = keys * 1.0
+        attend = base.scaled_dot_product_attention
+        x = x + attend(x, keys, values, cache=cache[0], scale=0.2, mask=mask)
+        latents, rotary = cache[1].update_and_fetch(x, x[..., :8])
+        if self.touches == "latent":
+            latents = latents * 1.0
+        scores = x[..., :8] @ rotary.swapaxes(-1, -2)
+        if mask is not None:
+            scores = mx.where(mask, scores, -1e9)
+        x = x + attend(x, latents, latents, cache=cache[1], scale=0.2, mask=scores)
+        return x[:, 0] @ self.embed.weight.T
+
+
+def mixed_plans() -> list[LayerPlan]:
+    schemes = {LayerKind.FULL: "turbo8v4", LayerKind.LATENT: "turbo8v0"}
+    return [
+        LayerPlan(index, kind, scheme, parse_scheme(scheme), sink_tokens=4, tail_tokens=32)
+        for index, (kind, scheme) in enumerate(schemes.items())
+    ]
+
+
+def test_a_model_of_plain_and_latent_layers_gets_both_kinds_of_cache() -> None:
+    model = MixedAttention("")
+
+    factory = build.probe(model, build.plan_caches(model, mixed_plans()), VOCAB)
+
+    assert [type(cache) for cache in factory()] == [SequenceCache, LatentCache]
+
+
+@pytest.mark.parametrize(
+    ("touches", "classes"),
+    [("full", [KVCache, LatentCache]), ("latent", [SequenceCache, KVCache])],
+)
+def test_only_the_kind_of_layer_that_fails_falls_back(touches: str, classes: list[type]) -> None:
+    model = MixedAttention(touches)
+
+    factory = build.probe(model, build.plan_caches(model, mixed_plans()), VOCAB)
+
+    assert [type(cache) for cache in factory()] == classes
+    failed = [plan for plan in factory.plans if plan.kind == touches]
+    assert [plan.effective.name for plan in failed] == ["fp16"]
+    assert "needs plain keys and values" in str(failed[0].reason)
+    assert all(plan.reason is None for plan in factory.plans if plan.kind != touches)
+
+
+def test_what_a_model_raises_on_its_own_caches_is_raised() -> None:
+    """Then it is not our caches that do not fit: falling back would hide that the model cannot run at all."""
+
+    class Broken(MixedAttention):
+        def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+            raise RuntimeError("no kernel for this device")
+
+    model = Broken("")
+
+    with pytest.raises(RuntimeError, match="no kernel for this device"):
+        build.probe(model, build.plan_caches(model, mixed_plans()), VOCAB)
+
+
+def test_growing_members_of_a_composite_cache_are_ours_and_the_rest_is_mlx_lms() -> None:
+    model = tiny("llama")
+    model.make_cache = lambda: [CacheList(ArraysCache(1), KVCache()) for _ in range(4)]
+
+    made = build.plan_caches(model, plans(4))()
+
+    assert [[type(part) for part in cache.caches] for cache in made] == [
+        [ArraysCache, SequenceCache]
+    ] * 4
+
+
+def test_a_model_that_runs_alone_refuses_a_second_row() -> None:
+    model = tiny("llama")
+    factory = build.plan_caches(model, plans(4), batching="alone")
+    (first, *_), (second, *_) = factory(), factory()
+
+    assert first.merge([first]) is first
+    assert first.extract(0) is first
+    assert isinstance(first, SequenceCache)
+    for join in (lambda: first.merge([first, second]), lambda: first.extend(second)):
+        with pytest.raises(ValueError, match="one sequence at a time"):
+            join()
 
 
 def test_boundary_layers_in_full_precision_share_the_class_of_their_neighbours() -> None:

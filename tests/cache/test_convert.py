@@ -14,10 +14,13 @@ from mlx_lm.models import gemma3_text
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
 from daemon.cache import build, quantize_prompt_cache
+from daemon.cache.latent import LatentCache
 from daemon.cache.row import Row
 from daemon.cache.sequence import BatchCache, SequenceCache
 from daemon.errors import PolicyError
 from daemon.policy.schemes import parse_scheme
+from tests.cache.test_architectures import built, distance
+from tests.policy.tiny_configs import tiny_config
 
 PROMPT = [(i * 131 + 7) % 997 for i in range(120)]
 
@@ -202,6 +205,29 @@ def test_a_model_that_does_not_say_what_it_is_needs_its_config(tiny_llama: Any) 
     config = {key: value for key, value in vars(tiny_llama.args).items() if value is not None}
     cache = quantize_prompt_cache(Wrapped(), empty, "turbo8v4", config=config)
     assert cache.policy.summary == "turbo8v4 on 4 of 4 layers"
+
+
+@pytest.mark.parametrize(("family", "mode"), [("falcon_h1", "turbo8v4"), ("deepseek_v3", "int8")])
+def test_filled_composites_and_latents_are_packed_and_go_on(family: str, mode: str) -> None:
+    made = built(family)
+    tokens = mx.array([[i * 7 % 96 for i in range(150)]])
+    given = made.factory.stock()
+    made.model(tokens[:, :149], cache=given)
+
+    # parts that are not packed, such as a recurrent state, are the given ones: copied, to run both
+    cache = quantize_prompt_cache(
+        made.model, copy.deepcopy(given), mode, config=tiny_config(family)
+    )
+
+    parts = list(build.parts(cache))
+    ours = [part for part in parts if isinstance(part, SequenceCache)]
+    assert len(ours) == 6
+    assert {isinstance(part, LatentCache) for part in ours} == {family == "deepseek_v3"}
+    assert all(part.row.stored().packed_to for part in ours)
+    exact, packed = (made.model(tokens[:, 149:], cache=caches)[0] for caches in (given, cache))
+    assert 0 < distance(packed, exact) < 0.2
+    with pytest.raises(ValueError, match="packed already"):
+        quantize_prompt_cache(made.model, cache, mode, config=tiny_config(family))
 
 
 def test_convert_packs_only_plain_growing_caches() -> None:

@@ -294,6 +294,58 @@ def test_windows_become_masks(tiny_llama: Any) -> None:
     assert mask[1, 0].tolist() == [[False] * 10 + [True, False], [False] * 10 + [True, True]]
 
 
+@pytest.mark.parametrize("lengths", [(50, 20), (0, 40), (7, 7)])
+@pytest.mark.parametrize("chunks", [(1, 30), (30, 1), (4, 4)])
+def test_a_mask_is_as_wide_as_the_keys_that_come_with_it(
+    lengths: tuple[int, int], chunks: tuple[int, int]
+) -> None:
+    """Also where the row with the longest history gets the fewest new tokens."""
+    rows = []
+    for length in lengths:
+        row = Row(parse_scheme("turbo8v4"), sink_tokens=4, tail_tokens=32)
+        if length:
+            row.append(mx.zeros((2, length, 32)), mx.zeros((2, length, 16)))
+        rows.append(SequenceCache(row))
+    batch = SequenceCache.merge(rows)
+    n = max(chunks)
+    batch.prepare(lengths=list(chunks), right_padding=[n - count for count in chunks])
+    mask = batch.make_mask(n, return_array=True)
+    assert isinstance(mask, mx.array)
+
+    keys, values = batch.update_and_fetch(mx.zeros((2, 2, n, 32)), mx.zeros((2, 2, n, 16)))
+
+    assert keys.shape == (2, 2, mask.shape[-1], 32)
+    assert values.shape == (2, 2, mask.shape[-1], 16)
+    batch.finalize()
+    batch.trim(1)
+    step = batch.make_mask(1, return_array=True)
+    assert isinstance(step, mx.array)
+    keys, _ = batch.update_and_fetch(mx.zeros((2, 2, 1, 32)), mx.zeros((2, 2, 1, 16)))
+    assert keys.shape[2] == step.shape[-1]
+
+
+@pytest.mark.parametrize("scheme", ["fp16", "turbo8v4"])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_masks_of_two_rows_serve_many_query_heads(scheme: str, per_head: bool) -> None:
+    """40 query heads on 8 KV heads, with one mask for all heads and with one for each."""
+    batch = SequenceCache.merge(
+        [SequenceCache(Row(parse_scheme(scheme), sink_tokens=4, tail_tokens=32)) for _ in range(2)]
+    )
+    keys, values = (mx.random.normal((2, 8, 90, 16), key=mx.random.key(i)) for i in (1, 2))
+    batch.update_and_fetch(keys, values)
+    new = mx.random.normal((2, 8, 5, 16), key=mx.random.key(3))
+    batch.update_and_fetch(new, new)
+    queries = mx.random.normal((2, 40, 5, 16), key=mx.random.key(4))
+    shape = (2, 40 if per_head else 1, 5, 95)
+    mask = mx.random.bernoulli(0.5, shape, key=mx.random.key(5)) | (mx.arange(95) == 0)
+
+    got = batch.attend(queries, 0.25, mask, None)
+
+    joined = [mx.concatenate([old, new], axis=2) for old in (keys, values)]
+    expected = mx.fast.scaled_dot_product_attention(queries, *joined, scale=0.25, mask=mask)
+    assert mx.allclose(got, expected, atol=1e-5 if scheme == "fp16" else 0.4)
+
+
 def test_batch_masks_are_cut_to_each_row() -> None:
     """A rectangular mask with left padding gives each row what it would see alone."""
     rows = []

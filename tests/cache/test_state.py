@@ -20,6 +20,8 @@ from mlx_lm.models.cache import (
 )
 
 from daemon.cache import container, state
+from daemon.cache.alone import alone
+from daemon.cache.latent import LatentCache
 from daemon.cache.row import Row
 from daemon.cache.sequence import BatchCache, SequenceCache
 from daemon.cache.state import Identity
@@ -183,6 +185,41 @@ def test_mlx_lms_own_caches_are_saved_beside_ours(tmp_path: Path) -> None:
     assert mx.array_equal(restored[3][1], caches[3][1])
     assert restored[4].caches[1][0].dtype == mx.bfloat16
     assert restored[4].caches[0].offset == 153
+
+
+def test_latents_come_back_as_latents_and_as_nothing_else(tmp_path: Path) -> None:
+    def empty(kind: type[SequenceCache]) -> SequenceCache:
+        return kind(Row(parse_scheme("turbo8v0"), sink_tokens=4, tail_tokens=32))
+
+    cache = empty(LatentCache)
+    latents, rotary = (
+        mx.random.normal((1, 1, 150, dim), key=mx.random.key(dim)) for dim in (32, 8)
+    )
+    cache.update_and_fetch(latents, rotary)
+    path = tmp_path / "one.safetensors"
+    state.save(path, [cache], IDENTITY)
+
+    (restored,) = state.restore(path, [empty(LatentCache)], IDENTITY)
+
+    assert type(restored) is LatentCache
+    assert same(restored, cache)
+    with pytest.raises(
+        SnapshotError, match="kind of cache 0 is LatentCache, expected SequenceCache"
+    ):
+        state.restore(path, [empty(SequenceCache)], IDENTITY)
+
+
+def test_the_cache_of_a_model_that_runs_alone_comes_back_as_one(tmp_path: Path) -> None:
+    made, empty = ([alone(row_cache()), alone(KVCache())] for _ in range(2))
+    for cache in made:
+        grow(cache, 150)
+    path = tmp_path / "one.safetensors"
+    state.save(path, made, IDENTITY)
+
+    restored = state.restore(path, empty, IDENTITY)
+
+    assert [type(cache) for cache in restored] == [type(cache) for cache in made]
+    assert restored[0].merge([restored[0]]) is restored[0]
 
 
 def test_a_rotated_window_goes_on_where_it_was(tmp_path: Path) -> None:

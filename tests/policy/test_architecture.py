@@ -101,6 +101,15 @@ def test_learned_sinks_and_stock_caches_are_told(arch: Arch) -> None:
     assert arch("gemma2").eligible == ()
 
 
+def test_a_model_that_runs_one_sequence_at_a_time_says_so(arch: Arch) -> None:
+    assert [arch(name).batching for name in ("llama", "jamba", "gemma2")] == [
+        "rows",
+        "prefill_alone",
+        "alone",
+    ]
+    assert any("max_concurrent counts as 1" in note for note in arch("gemma2").notes)
+
+
 def test_a_default_of_mlx_lm_is_noted(arch: Arch) -> None:
     assert (
         '"sliding_window_pattern" is missing from config.json; mlx-lm takes 6'

@@ -58,6 +58,13 @@ def test_a_latent_token_costs_its_vector_its_rotary_key_and_the_indexer(
     assert kv_cost(policy(v32), v32).bytes_per_token == 61 * (512 + 64 + 256) * 2
 
 
+def test_a_packed_latent_costs_a_byte_a_value_its_scale_and_its_rotary_key(
+    policy: Policy, arch: Arch
+) -> None:
+    v3 = arch("deepseek_v3")
+    assert kv_cost(policy(v3, mode="int8"), v3).bytes_per_token == 61 * (512 + 2 + 64 * 2)
+
+
 def test_layers_with_a_window_and_recurrent_layers_do_not_grow(
     policy: Policy, plain: Plain
 ) -> None:

@@ -162,14 +162,44 @@ class TestArchitectureRules:
             None,
         )
 
-    @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32", "glm4_moe_lite"])
+    @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe_lite"])
+    @pytest.mark.parametrize("asked", [{"policy": "quality"}, {"mode": "turbo8v4"}])
     def test_latent_attention_stays_fp16_with_one_warning(
-        self, name: str, resolved: Resolved, arch: Arch
+        self, asked: dict[str, str], name: str, resolved: Resolved, arch: Arch
     ) -> None:
-        policy = resolved(arch(name), mode="int8")
+        """Also where the named policy is int8: only who writes int8 for this model gets it."""
+        policy = resolved(arch(name), **asked)
         assert set(effective(policy)) == {"fp16"}
         (warning,) = policy.warnings
-        assert warning == f"{name} has latent attention (MLA): int8 becomes fp16 there"
+        assert warning.startswith(f"{name} has latent attention (MLA): ")
+        assert warning.endswith(" becomes fp16 there; mode: int8 packs the latents")
+
+    @pytest.mark.parametrize(
+        "asked", [{"mode": "int8"}, {"layers": (LayerRule(match="all", mode="int8"),)}]
+    )
+    def test_latents_are_packed_in_int8_where_that_is_written(
+        self, asked: dict[str, Any], resolved: Resolved, arch: Arch
+    ) -> None:
+        policy = resolved(arch("deepseek_v3"), strict=True, **asked)
+        assert policy.summary == "turbo8v0 on 61 of 61 layers"
+        assert policy.warnings == ()
+        plan = policy.layers[0]
+        assert (plan.requested, plan.sink_tokens, plan.tail_tokens) == ("int8", 4, 32)
+        assert plan.reason == "int8 latent; the rotary key stays in full precision"
+
+    def test_a_rule_packs_the_latents_of_some_layers(self, resolved: Resolved, arch: Arch) -> None:
+        policy = resolved(arch("deepseek_v3"), layers=(LayerRule(match="0-9", mode="int8"),))
+        assert effective(policy) == ["turbo8v0"] * 10 + ["fp16"] * 51
+
+    def test_latents_that_are_gathered_by_index_stay_fp16(
+        self, resolved: Resolved, arch: Arch
+    ) -> None:
+        policy = resolved(arch("deepseek_v32"), mode="int8")
+        assert set(effective(policy)) == {"fp16"}
+        assert policy.layers[0].reason == "sparse attention reads single latents by their index"
+        assert policy.warnings == (
+            "deepseek_v32 has latent attention (MLA): int8 becomes fp16 there",
+        )
 
     def test_expanded_latent_attention_may_be_quantized(
         self, resolved: Resolved, arch: Arch

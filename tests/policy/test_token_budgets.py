@@ -57,7 +57,7 @@ def test_a_window_that_is_short_enough_keeps_the_promise_by_itself(
     ("kinds", "why"),
     [
         ("sf", "layer 0: no token_budget, the window is 128 tokens"),
-        ("ll", "layers 0-1: no token_budget, latent attention (MLA) keeps mlx-lm's own cache"),
+        ("ll", "layers 0-1: no token_budget, latent attention (MLA) needs every token"),
     ],
 )
 def test_a_layer_that_cannot_drop_tokens_says_why_and_strict_refuses(

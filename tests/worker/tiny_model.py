@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,15 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def write_tiny_model(folder: Path, **changes: Any) -> Path:
-    """Write config, weights and tokenizer of a small llama to *folder* and return it."""
-    from mlx_lm.models import llama
-
+def write_tiny_model(folder: Path, *, family: str = "llama", **changes: Any) -> Path:
+    """Write config, weights and tokenizer of a small model of *family* to *folder* and return it."""
     from tests.worker.small_tokenizer import small_tokenizer
 
-    config = {**CONFIG, **changes}
+    config = {**CONFIG, "model_type": family, **changes}
     folder.mkdir(parents=True, exist_ok=True)
     mx.random.seed(11)
-    model = llama.Model(llama.ModelArgs.from_dict(config))
+    module = importlib.import_module(f"mlx_lm.models.{family}")
+    model = module.Model(module.ModelArgs.from_dict(config))
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config))
