@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
-from daemon.cache.row import Row, RowState
+from daemon.cache.row import Row
+from daemon.cache.side import RowState
 from daemon.kernels import codebook
 from daemon.kernels.packing import LAYOUT_VERSION, TILE
 from daemon.kernels.rotation import SEED_VERSION

@@ -12,40 +12,19 @@ left keeps its order and its slots: to attention the row is a shorter sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import mlx.core as mx
 
 from daemon.cache import window
+from daemon.cache.side import FullPrecision, RowState, dtype_name
 from daemon.kernels import codec, packing
 from daemon.kernels.keys import KeyTransform
 from daemon.kernels.packing import TILE, Packed, TileLayout
 from daemon.kernels.rotation import Side
-from daemon.kernels.stored import RawSide, Stored
+from daemon.kernels.stored import Stored
 from daemon.policy.matching import least_token_budget
-from daemon.policy.schemes import FP16, Codec, Scheme
-
-RAW_STEP = 256  # tokens by which a side in full precision grows: mlx-lm's own step
-
-
-@dataclass(frozen=True, slots=True)
-class RowState:
-    """What a row holds, apart from its policy.
-
-    *arrays* by name, without spare capacity: `tiles`, and `k_head`, `k_tail`, `v_head`, `v_tail` in full
-    precision; a part that is empty is missing. *packed_to* counts kept tokens, as attention does.
-    """
-
-    length: int
-    dropped: int
-    packed_to: int
-    n_kv_heads: int
-    dim_k: int
-    dim_v: int
-    dtype_k: str
-    dtype_v: str
-    arrays: dict[str, mx.array]
+from daemon.policy.schemes import FP16, Scheme
 
 
 class Row:
@@ -88,8 +67,8 @@ class Row:
         self._packed_to = 0
         self._layout: TileLayout | None = None
         self._tiles: mx.array | None = None
-        self._k = _Side(scheme.k, sink_tokens)
-        self._v = _Side(scheme.v, sink_tokens)
+        self._k = FullPrecision(scheme.k, sink_tokens)
+        self._v = FullPrecision(scheme.v, sink_tokens)
 
     def fresh(self) -> Row:
         """Return an empty row with the same policy."""
@@ -331,7 +310,7 @@ class Row:
 
     def _encoded(
         self,
-        side: _Side,
+        side: FullPrecision,
         name: Side,
         start: int,
         end: int,
@@ -368,109 +347,5 @@ class Row:
         self._tiles = mx.slice_update(self._tiles, tiles, mx.array([at]), (1,))
 
 
-class _Side:
-    """The keys, or the values, of a row that are in full precision."""
-
-    def __init__(self, kind: Codec, sink_tokens: int) -> None:
-        self.codec = kind
-        self.n_heads = 0
-        self.dim = 0
-        self.dtype = "float16"
-        self._sink_tokens = sink_tokens
-        self._head: mx.array | None = None  # fp16: a buffer with spare room; else the sinks
-        self._head_count = 0
-        self._tail: mx.array | None = None
-
-    def copy(self) -> _Side:
-        other = _Side(self.codec, self._sink_tokens)
-        other.n_heads, other.dim, other.dtype = self.n_heads, self.dim, self.dtype
-        other._head, other._head_count, other._tail = self._head, self._head_count, self._tail
-        return other
-
-    def append(self, x: mx.array) -> None:
-        self.n_heads, self.dim = x.shape[0], x.shape[2]
-        self.dtype = _dtype_name(x)
-        if self.codec is FP16:
-            self._append_to_buffer(x)
-            return
-        missing = self._sink_tokens - self._head_count
-        if missing > 0:
-            sinks, x = x[:, :missing], x[:, missing:]
-            self._head = (
-                sinks if self._head is None else mx.concatenate([self._head, sinks], axis=1)
-            )
-            self._head_count = self._head.shape[1]
-        if x.shape[1]:
-            self._tail = x if self._tail is None else mx.concatenate([self._tail, x], axis=1)
-
-    def take(self, count: int) -> mx.array:
-        """Remove and return the oldest *count* tail tokens."""
-        assert self._tail is not None
-        taken = self._tail[:, :count]
-        self._tail = self._tail[:, count:] if count < self._tail.shape[1] else None
-        return taken
-
-    def keep(self, length: int, *, packed: int) -> None:
-        """Forget everything from token *length* on; the tail begins at *packed*, or after the sinks."""
-        if self.codec is FP16:
-            self._head_count = min(self._head_count, length)
-            return
-        in_tail = length - max(packed, self._sink_tokens)
-        if self._tail is not None:
-            self._tail = self._tail[:, :in_tail] if in_tail > 0 else None
-        if self._head is not None and length < self._head_count:
-            self._head = self._head[:, :length] if length else None
-            self._head_count = length
-
-    def drop(self, count: int) -> None:
-        """Forget the oldest *count* tokens after the sinks; where the side is packed, they are in tiles."""
-        if self.codec is not FP16:
-            return
-        assert self._head is not None
-        first, end = self._sink_tokens, self._head_count
-        self._head = mx.concatenate(
-            [self._head[:, :first], self._head[:, first + count : end]], axis=1
-        )
-        self._head_count = end - count
-
-    def export(self, name: str) -> dict[str, mx.array]:
-        raw = self.raw()
-        parts = {f"{name}_head": raw.head, f"{name}_tail": raw.tail}
-        return {part: array for part, array in parts.items() if array is not None}
-
-    def restore(self, name: str, state: RowState, dim: int, dtype: str) -> None:
-        self.n_heads, self.dim, self.dtype = state.n_kv_heads, dim, dtype
-        self._head = state.arrays.get(f"{name}_head")
-        self._head_count = 0 if self._head is None else self._head.shape[1]
-        self._tail = state.arrays.get(f"{name}_tail")
-
-    def raw(self) -> RawSide:
-        head = self._head
-        if head is not None and head.shape[1] != self._head_count:
-            head = head[:, : self._head_count]
-        return RawSide(head=head if self._head_count else None, tail=self._tail)
-
-    def arrays(self) -> Iterator[mx.array]:
-        for array in (self._head, self._tail):
-            if array is not None:
-                yield array
-
-    def _append_to_buffer(self, x: mx.array) -> None:
-        end = self._head_count + x.shape[1]
-        if self._head is None or end > self._head.shape[1]:
-            room = -(-end // RAW_STEP) * RAW_STEP
-            grown = mx.zeros((x.shape[0], room, x.shape[2]), dtype=x.dtype)
-            if self._head is not None:
-                old = self._head[:, : self._head_count]
-                grown = mx.slice_update(grown, old, mx.array([0]), (1,))
-            self._head = grown
-        self._head = mx.slice_update(self._head, x, mx.array([self._head_count]), (1,))
-        self._head_count = end
-
-
-def _dtype_name(array: mx.array) -> str:
-    return str(array.dtype).rsplit(".", 1)[-1]
-
-
 def _shapes(arrays: Mapping[str, mx.array]) -> dict[str, tuple[tuple[int, ...], str]]:
-    return {name: (tuple(array.shape), _dtype_name(array)) for name, array in arrays.items()}
+    return {name: (tuple(array.shape), dtype_name(array)) for name, array in arrays.items()}

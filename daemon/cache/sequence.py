@@ -10,6 +10,7 @@ Never give these classes an attribute `bits` (mlx-lm would take its own quantize
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -67,7 +68,7 @@ class View:
         raise TypeError("this cache's keys and values are packed; they can only be attended to")
 
 
-class _Cache:
+class _Cache(ABC):
     """What both caches share; *rows* is the only state."""
 
     rows: list[Row]
@@ -76,11 +77,11 @@ class _Cache:
         """Return views of everything stored, for layers that read another layer's cache."""
         return View(self, "k"), View(self, "v")
 
+    @abstractmethod
     def attend(
         self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None
     ) -> mx.array:
         """Attend from *queries* (B, n_heads, L, dim_k); returns (B, n_heads, L, dim_v)."""
-        raise NotImplementedError
 
     def shape_of(self, side: Side) -> tuple[int, ...]:
         """Return (batch, n_kv_heads, tokens, dim) of the keys or the values."""

@@ -36,8 +36,8 @@ from daemon.cache.facts import (
     row_facts,
 )
 from daemon.cache.latent import LatentCache
-from daemon.cache.row import RowState
 from daemon.cache.sequence import SequenceCache
+from daemon.cache.side import RowState
 from daemon.errors import SnapshotError
 
 Arrays = dict[str, mx.array]

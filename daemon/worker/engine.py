@@ -12,14 +12,12 @@ import asyncio
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator, StopSequences
 
 from daemon.config import wire
 from daemon.log import get_logger
@@ -32,13 +30,10 @@ from daemon.worker.requests import (
     QueueFullError,
     TokenEvent,
 )
-from daemon.worker.sampling import make_logits_processors, make_sampler
+from daemon.worker.scheduler import Scheduler
 
 IDLE_PASS_S = 0.2
 STATS_EVERY_S = 0.5
-PREFILL_ROWS = 4  # prompts read together; more would make a decode step wait longer
-# Prompt tokens between two decode steps: what a running stream waits for at most. A CPU reads some 150 tokens a second.
-PREFILL_CHUNK = {"cpu": 128, "gpu": 1024}
 MAX_CACHE_BYTES = 2 * 2**30  # freed buffers that MLX may keep for reuse
 
 log = get_logger()
@@ -142,7 +137,7 @@ _Command = _Submit | _Abort | _Limits | _Stop
 
 
 class MlxEngine:
-    """Continuous batching on one thread; implements daemon.worker.requests.Engine."""
+    """Continuous scheduler on one thread; implements daemon.worker.requests.Engine."""
 
     def __init__(
         self, *, max_concurrent: int, waiting: int, on_failure: Callable[[BaseException], None]
@@ -210,36 +205,36 @@ class MlxEngine:
         try:
             _limit_memory(spec.memory_limit_bytes)
             ready = model_loading.load(spec, progress)
-            batching = _Batching(ready, self._max_concurrent)
+            scheduler: Scheduler[MlxGeneration] = Scheduler(ready, self._max_concurrent)
         except BaseException as error:  # noqa: BLE001 - carried to the caller of start
             loaded.set_exception(error)
             return
         loaded.set_result(ready)
         try:
-            self._generate(batching)
+            self._generate(scheduler)
         except BaseException as error:  # noqa: BLE001 - whatever it was, this engine is over and must say so
             self._fail(error)
         else:
             self._fail(None)
 
-    def _generate(self, batching: _Batching) -> None:
+    def _generate(self, scheduler: Scheduler[MlxGeneration]) -> None:
         published = 0.0
         while True:
-            for command in self._next_commands(idle=batching.idle):
+            for command in self._next_commands(idle=scheduler.idle):
                 match command:
                     case _Submit(generation):
-                        batching.add(generation)
+                        scheduler.add(generation)
                     case _Abort(generation):
-                        batching.drop(generation)
+                        scheduler.drop(generation)
                     case _Limits(max_concurrent):
-                        batching.set_max_concurrent(max_concurrent)
+                        scheduler.set_max_concurrent(max_concurrent)
                     case _Stop():
                         return
-            delivery = batching.step()
+            delivery = scheduler.step()
             self._deliver(delivery)
             now = time.monotonic()
             due = now - published >= STATS_EVERY_S
-            self._publish(batching, measured=due)
+            self._publish(scheduler, measured=due)
             if due:
                 published = now
 
@@ -266,19 +261,19 @@ class MlxEngine:
         with self._lock:
             self._open.discard(generation)
 
-    def _publish(self, batching: _Batching, *, measured: bool) -> None:
+    def _publish(self, scheduler: Scheduler[MlxGeneration], *, measured: bool) -> None:
         with self._lock:
             stats = self._stats
         stats = replace(
             stats,
             generation=stats.generation + 1,
-            running=batching.running,
-            waiting=batching.waiting,
-            prompt_tokens_total=batching.prompt_tokens_total,
-            generation_tokens_total=batching.generation_tokens_total,
+            running=scheduler.running,
+            waiting=scheduler.waiting,
+            prompt_tokens_total=scheduler.prompt_tokens_total,
+            generation_tokens_total=scheduler.generation_tokens_total,
         )
         if measured:
-            kv_bytes, kv_tokens = batching.kv_usage()
+            kv_bytes, kv_tokens = scheduler.kv_usage()
             stats = replace(
                 stats,
                 kv_bytes=kv_bytes,
@@ -317,130 +312,3 @@ def _limit_memory(memory_limit_bytes: int | None) -> None:
     if memory_limit_bytes is not None:
         mx.set_memory_limit(memory_limit_bytes)
         mx.set_cache_limit(min(MAX_CACHE_BYTES, memory_limit_bytes // 4))
-
-
-class _Batching:
-    """mlx-lm's BatchGenerator, the line of requests before it, and who each of its rows belongs to."""
-
-    def __init__(self, loaded: LoadedModel, max_concurrent: int) -> None:
-        self.prompt_tokens_total = 0
-        self.generation_tokens_total = 0
-        self._line: deque[MlxGeneration] = deque()
-        self._rows: dict[int, MlxGeneration] = {}
-        self._prompt_done: dict[int, int] = {}  # tokens read of each prompt that is being read
-        self._batching = loaded.batching
-        self._max_concurrent, prefill_rows = self._most_rows(max_concurrent)
-        self._stops = StopSequences([[token] for token in sorted(loaded.eos_token_ids)])
-        self._no_stops = StopSequences()
-        device = mx.default_device()
-        self._generator = BatchGenerator(
-            loaded.model,
-            completion_batch_size=self._max_concurrent,
-            prefill_batch_size=prefill_rows,
-            prefill_step_size=PREFILL_CHUNK["cpu" if device == mx.Device(mx.cpu) else "gpu"],
-            stream=mx.default_stream(device),
-        )
-        # it has just wired the recommended maximum of the whole machine for this one process: undo that
-        self._generator.close()
-
-    @property
-    def running(self) -> int:
-        return len(self._rows)
-
-    @property
-    def waiting(self) -> int:
-        return len(self._line)
-
-    @property
-    def idle(self) -> bool:
-        return not self._rows and not self._line
-
-    def add(self, generation: MlxGeneration) -> None:
-        self._line.append(generation)
-
-    def drop(self, generation: MlxGeneration) -> None:
-        if generation in self._line:
-            self._line.remove(generation)
-        uids = [uid for uid, owner in self._rows.items() if owner is generation]
-        if uids:
-            self._generator.remove(uids)
-            for uid in uids:
-                del self._rows[uid]
-                self._prompt_done.pop(uid, None)
-
-    def set_max_concurrent(self, max_concurrent: int) -> None:
-        self._max_concurrent, prefill_rows = self._most_rows(max_concurrent)
-        self._generator.completion_batch_size = self._max_concurrent
-        self._generator.prefill_batch_size = prefill_rows
-
-    def _most_rows(self, max_concurrent: int) -> tuple[int, int]:
-        """Return how many sequences may decode, and how many prompts may be read, together."""
-        rows = 1 if self._batching == "alone" else max_concurrent
-        return rows, min(PREFILL_ROWS, rows) if self._batching == "rows" else 1
-
-    def step(self) -> dict[MlxGeneration, list[TokenEvent]]:
-        """Admit what fits, run one decode step and one prefill chunk, and return the new tokens by sequence."""
-        while self._line and len(self._rows) < self._max_concurrent:
-            self._insert(self._line.popleft())
-        if not self._rows:
-            return {}
-        progress, responses = self._generator.next()
-        self._count_prompt_tokens(progress)
-        delivery: dict[MlxGeneration, list[TokenEvent]] = {}
-        for response in responses:
-            generation = self._rows[response.uid]
-            delivery.setdefault(generation, []).append(_event(generation.request, response))
-            if response.finish_reason is not None:
-                del self._rows[response.uid]
-        self.generation_tokens_total += len(responses)
-        return delivery
-
-    def _count_prompt_tokens(self, progress: Sequence[Any]) -> None:
-        """Count prompt tokens as they are read, so that an aborted prompt counts only as far as it came."""
-        for report in progress:
-            done = report.progress[0]
-            self.prompt_tokens_total += done - self._prompt_done.get(report.uid, 0)
-            self._prompt_done[report.uid] = done
-            if report.end_of_prompt:
-                del self._prompt_done[report.uid]
-
-    def kv_usage(self) -> tuple[int, int]:
-        """Return the bytes allocated for live sequences and the tokens they hold."""
-        caches = [
-            *self._generator._prompt_batch.prompt_cache,
-            *self._generator._generation_batch.prompt_cache,
-        ]
-        tokens = sum(
-            len(tokens)
-            for batch in (self._generator._prompt_batch, self._generator._generation_batch)
-            for tokens in batch.tokens
-        )
-        return sum(cache.nbytes for cache in caches), tokens
-
-    def _insert(self, generation: MlxGeneration) -> None:
-        request = generation.request
-        (uid,) = self._generator.insert(
-            [list(request.prompt)],
-            max_tokens=[request.max_tokens],
-            samplers=[make_sampler(request.sampling)],
-            logits_processors=[make_logits_processors(request.sampling, len(request.prompt))],
-            stop_sequences=[self._no_stops if request.ignore_eos else self._stops],
-        )
-        self._rows[uid] = generation
-
-
-def _event(request: GenerationRequest, response: Any) -> TokenEvent:
-    if request.top_logprobs is None:
-        return TokenEvent(response.token, finish=response.finish_reason)
-    logprobs = response.logprobs
-    top: tuple[tuple[int, float], ...] = ()
-    if request.top_logprobs:
-        best = mx.argsort(-logprobs)[: request.top_logprobs]
-        ids, values = cast("list[int]", best.tolist()), cast("list[float]", logprobs[best].tolist())
-        top = tuple(zip(ids, values, strict=True))
-    return TokenEvent(
-        response.token,
-        finish=response.finish_reason,
-        logprob=logprobs[response.token].item(),
-        top=top,
-    )

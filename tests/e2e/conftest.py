@@ -99,6 +99,7 @@ class Site:
         self.environment = {
             **os.environ,  # noqa: TID251 - the environment of a child
             "PYTHONPATH": str(ROOT),
+            "PYTHONFAULTHANDLER": "1",
             "TQD_WORKER_COMMAND": f"{sys.executable} {STUB}",
         }
         _write_model(folder / "model")
@@ -140,7 +141,19 @@ class Site:
                 stderr=log,
             )
         if wait:
-            until(self.client.running, "the daemon answers")
+            try:
+                until(lambda: self.client.running() or self.daemon_ended(), "the daemon answers")
+            except AssertionError as error:
+                self.daemon.send_signal(signal.SIGABRT)  # a stack of every thread, where it hangs
+                self.daemon.wait(LONGEST_WAIT_S)
+                raise AssertionError(f"{error}; it wrote:\n{self.daemon_output()}") from error
+            assert not self.daemon_ended(), f"the daemon ended:\n{self.daemon_output()}"
+
+    def daemon_ended(self) -> bool:
+        return self.daemon is not None and self.daemon.poll() is not None
+
+    def daemon_output(self) -> str:
+        return (self.folder / "daemon.out").read_text()
 
     def command(self, *arguments: str) -> list[str]:
         place = ("--config", str(self.file), "--state-dir", str(self.state.root))

@@ -14,7 +14,7 @@ import pytest
 
 from daemon.config.wire import WorkerSpec
 from daemon.errors import WorkerExit, WorkerExitError
-from daemon.worker import engine as engine_module
+from daemon.worker import scheduler
 from daemon.worker.engine import LoadedEngine, start_engine
 from daemon.worker.requests import (
     EngineFailedError,
@@ -214,7 +214,7 @@ async def test_an_exception_in_the_loop_fails_every_open_generation_and_says_so(
         raise ArithmeticError("the step broke")
 
     generations = [running.engine.submit(request(seed, max_tokens=400)) for seed in range(4)]
-    monkeypatch.setattr(engine_module, "_event", broken)
+    monkeypatch.setattr(scheduler, "_event", broken)
 
     for generation in generations:
         with pytest.raises(EngineFailedError):

@@ -1,0 +1,166 @@
+"""Continuous batching: who waits, who runs, and which row of mlx-lm's BatchGenerator is whose.
+
+Runs on the MLX thread. It knows requests and rows; threads, loops and clients are the engine's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator, StopSequences
+
+from daemon.worker.model import LoadedModel
+from daemon.worker.requests import GenerationRequest, TokenEvent
+from daemon.worker.sampling import make_logits_processors, make_sampler
+
+PREFILL_ROWS = 4  # prompts read together; more would make a decode step wait longer
+# Prompt tokens between two decode steps: what a running stream waits for at most. A CPU reads some 150 tokens a second.
+PREFILL_CHUNK = {"cpu": 128, "gpu": 1024}
+
+
+class Owner(Protocol):
+    """Whoever asked for a sequence; compared by identity."""
+
+    @property
+    def request(self) -> GenerationRequest:
+        """What was asked for."""
+        ...
+
+
+OwnerT = TypeVar("OwnerT", bound=Owner)
+
+
+class Scheduler(Generic[OwnerT]):
+    """mlx-lm's BatchGenerator, the line of requests before it, and who each of its rows belongs to."""
+
+    def __init__(self, loaded: LoadedModel, max_concurrent: int) -> None:
+        self.prompt_tokens_total = 0
+        self.generation_tokens_total = 0
+        self._line: deque[OwnerT] = deque()
+        self._rows: dict[int, OwnerT] = {}
+        self._prompt_done: dict[int, int] = {}  # tokens read of each prompt that is being read
+        self._batching = loaded.batching
+        self._max_concurrent, prefill_rows = self._most_rows(max_concurrent)
+        self._stops = StopSequences([[token] for token in sorted(loaded.eos_token_ids)])
+        self._no_stops = StopSequences()
+        device = mx.default_device()
+        self._generator = BatchGenerator(
+            loaded.model,
+            completion_batch_size=self._max_concurrent,
+            prefill_batch_size=prefill_rows,
+            prefill_step_size=PREFILL_CHUNK["cpu" if device == mx.Device(mx.cpu) else "gpu"],
+            stream=mx.default_stream(device),
+        )
+        # it has just wired the recommended maximum of the whole machine for this one process: undo that
+        self._generator.close()
+
+    @property
+    def running(self) -> int:
+        """Sequences that are being read or generated."""
+        return len(self._rows)
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the line."""
+        return len(self._line)
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self._rows and not self._line
+
+    def add(self, generation: OwnerT) -> None:
+        """Put *generation* at the end of the line."""
+        self._line.append(generation)
+
+    def drop(self, generation: OwnerT) -> None:
+        """Forget *generation*, wherever it is; its row and its memory are free at once."""
+        if generation in self._line:
+            self._line.remove(generation)
+        uids = [uid for uid, owner in self._rows.items() if owner is generation]
+        if uids:
+            self._generator.remove(uids)
+            for uid in uids:
+                del self._rows[uid]
+                self._prompt_done.pop(uid, None)
+
+    def set_max_concurrent(self, max_concurrent: int) -> None:
+        """Change how many sequences run at once; running ones go on."""
+        self._max_concurrent, prefill_rows = self._most_rows(max_concurrent)
+        self._generator.completion_batch_size = self._max_concurrent
+        self._generator.prefill_batch_size = prefill_rows
+
+    def _most_rows(self, max_concurrent: int) -> tuple[int, int]:
+        """Return how many sequences may decode, and how many prompts may be read, together."""
+        rows = 1 if self._batching == "alone" else max_concurrent
+        return rows, min(PREFILL_ROWS, rows) if self._batching == "rows" else 1
+
+    def step(self) -> dict[OwnerT, list[TokenEvent]]:
+        """Admit what fits, run one decode step and one prefill chunk, and return the new tokens by sequence."""
+        while self._line and len(self._rows) < self._max_concurrent:
+            self._insert(self._line.popleft())
+        if not self._rows:
+            return {}
+        progress, responses = self._generator.next()
+        self._count_prompt_tokens(progress)
+        delivery: dict[OwnerT, list[TokenEvent]] = {}
+        for response in responses:
+            generation = self._rows[response.uid]
+            delivery.setdefault(generation, []).append(_event(generation.request, response))
+            if response.finish_reason is not None:
+                del self._rows[response.uid]
+        self.generation_tokens_total += len(responses)
+        return delivery
+
+    def _count_prompt_tokens(self, progress: Sequence[Any]) -> None:
+        """Count prompt tokens as they are read, so that an aborted prompt counts only as far as it came."""
+        for report in progress:
+            done = report.progress[0]
+            self.prompt_tokens_total += done - self._prompt_done.get(report.uid, 0)
+            self._prompt_done[report.uid] = done
+            if report.end_of_prompt:
+                del self._prompt_done[report.uid]
+
+    def kv_usage(self) -> tuple[int, int]:
+        """Return the bytes allocated for live sequences and the tokens they hold."""
+        caches = [
+            *self._generator._prompt_batch.prompt_cache,
+            *self._generator._generation_batch.prompt_cache,
+        ]
+        tokens = sum(
+            len(tokens)
+            for batch in (self._generator._prompt_batch, self._generator._generation_batch)
+            for tokens in batch.tokens
+        )
+        return sum(cache.nbytes for cache in caches), tokens
+
+    def _insert(self, generation: OwnerT) -> None:
+        request = generation.request
+        (uid,) = self._generator.insert(
+            [list(request.prompt)],
+            max_tokens=[request.max_tokens],
+            samplers=[make_sampler(request.sampling)],
+            logits_processors=[make_logits_processors(request.sampling, len(request.prompt))],
+            stop_sequences=[self._no_stops if request.ignore_eos else self._stops],
+        )
+        self._rows[uid] = generation
+
+
+def _event(request: GenerationRequest, response: Any) -> TokenEvent:
+    if request.top_logprobs is None:
+        return TokenEvent(response.token, finish=response.finish_reason)
+    logprobs = response.logprobs
+    top: tuple[tuple[int, float], ...] = ()
+    if request.top_logprobs:
+        best = mx.argsort(-logprobs)[: request.top_logprobs]
+        ids, values = cast("list[int]", best.tolist()), cast("list[float]", logprobs[best].tolist())
+        top = tuple(zip(ids, values, strict=True))
+    return TokenEvent(
+        response.token,
+        finish=response.finish_reason,
+        logprob=logprobs[response.token].item(),
+        top=top,
+    )
