@@ -10,7 +10,6 @@ Never give these classes an attribute `bits` (mlx-lm would take its own quantize
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -68,20 +67,14 @@ class View:
         raise TypeError("this cache's keys and values are packed; they can only be attended to")
 
 
-class _Cache(ABC):
+class _Cache:
     """What both caches share; *rows* is the only state."""
 
     rows: list[Row]
 
-    def keys_and_values(self) -> tuple[View, View]:
+    def keys_and_values(self: Attending) -> tuple[View, View]:
         """Return views of everything stored, for layers that read another layer's cache."""
         return View(self, "k"), View(self, "v")
-
-    @abstractmethod
-    def attend(
-        self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None
-    ) -> mx.array:
-        """Attend from *queries* (B, n_heads, L, dim_k); returns (B, n_heads, L, dim_v)."""
 
     def shape_of(self, side: Side) -> tuple[int, ...]:
         """Return (batch, n_kv_heads, tokens, dim) of the keys or the values."""
