@@ -129,7 +129,7 @@ class _Reading:
             where = f"{path}.{name}"
             key = keys.get(name)
             if key is None:
-                self._refuse(written.place, where, *unknown_key(name, tuple(keys)))
+                self._refuse(written.place, where, *unknown_key(name, tuple(keys), _nested(keys)))
                 continue
             if (later or key.later) and key.shape.model is None:
                 value: object = plain(written.node)
@@ -293,12 +293,27 @@ def _drop(
 
 
 @functools.lru_cache(maxsize=256)
-def unknown_key(name: str, known: tuple[str, ...]) -> tuple[str, str]:
-    """Return the message and hint for a key that is not among *known*."""
+def unknown_key(name: str, known: tuple[str, ...], nested: tuple[str, ...] = ()) -> tuple[str, str]:
+    """Return the message and hint for a key that is not among *known*.
+
+    *nested* holds the dotted keys of blocks one level down: a key written a level too high is found there.
+    """
     shown = name[:64]
     close = difflib.get_close_matches(shown, known, n=1)
+    if not close:
+        below = {path.rpartition(".")[2]: path for path in reversed(nested)}
+        close = [below[key] for key in difflib.get_close_matches(shown, below, n=1)]
     hint = f"did you mean `{close[0]}`?" if close else f"one of {', '.join(known)}"
     return f'unknown key "{shown}"', hint
+
+
+def _nested(keys: Mapping[str, Key]) -> tuple[str, ...]:
+    return tuple(
+        f"{key.name}.{name}"
+        for key in keys.values()
+        if key.shape.model is not None
+        for name in key.shape.model.model_fields
+    )
 
 
 def _fits(value: Value, shape: Shape) -> bool:
