@@ -102,6 +102,8 @@ class Site:
             "PYTHONFAULTHANDLER": "1",
             "TQD_WORKER_COMMAND": f"{sys.executable} {STUB}",
         }
+        # the suite itself may run with a preloaded BLAS; a daemon never does, and gives it to workers only
+        self.environment.pop("LD_PRELOAD", None)
         _write_model(folder / "model")
 
     def add(self, name: str, stub: str | None = None, **keys: Any) -> int:
