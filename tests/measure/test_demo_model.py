@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from daemon.config.locate import Located, fingerprint
 from daemon.errors import TqdError
 from daemon.measure import demo_model
+from daemon.policy.resolve import allowance
+from daemon.policy.store import load_allowlist
 
 
 def test_a_wheel_other_than_the_known_one_is_refused(tmp_path: Path) -> None:
@@ -50,3 +54,20 @@ def test_the_model_is_complete_and_made_once(demo_model_path: Path) -> None:
     before = (demo_model_path / "model.safetensors").stat().st_mtime_ns
     demo_model.make(demo_model_path.parent)
     assert (demo_model_path / "model.safetensors").stat().st_mtime_ns == before
+
+
+@pytest.mark.model
+def test_the_model_ships_with_an_allowlist_entry(demo_model_path: Path) -> None:
+    """A fingerprint covers tokenizer.json, which another release of tokenizers may write differently."""
+    if (
+        importlib.metadata.version("tokenizers") != "0.23.3"
+        or "float32" not in demo_model_path.name
+    ):
+        pytest.skip("the entry is of the float32 model as tokenizers 0.23.3 writes it")
+
+    reason = allowance(
+        "llama", load_allowlist(), fingerprint=fingerprint(Located(demo_model_path)), key_bits=4
+    )
+
+    assert reason is not None
+    assert reason.startswith("the demo model")
