@@ -64,6 +64,9 @@ def mlx_environment(environ: Mapping[str, str], *, preload: Path | None) -> dict
     if preload is not None:
         env["LD_PRELOAD"] = " ".join(filter(None, (env.get("LD_PRELOAD"), str(preload))))
     env["PYTHONUNBUFFERED"] = "1"  # a crash must not swallow the lines that explain it
+    # on CUDA, MLX rounds the factors of float32 products to 10 bits unless told otherwise; rotations and
+    # scores of packed keys are float32 because they need more (the kernels' tests fail with it on an H200)
+    env.setdefault("MLX_ENABLE_TF32", "0")
     return env
 
 

@@ -12,7 +12,15 @@ SPEC = ServerSpec(model="m", port=1, env={"HF_HOME": "/data", "B": "mine"})
 def test_a_worker_inherits_the_environment_less_what_is_the_daemons() -> None:
     environ = {"PATH": "/bin", "B": "theirs", "NOTIFY_SOCKET": "/run/x", "WATCHDOG_USEC": "1"}
     env = worker_environment(SPEC, environ, preload=None)
-    assert env == {"PATH": "/bin", "B": "mine", "HF_HOME": "/data", "PYTHONUNBUFFERED": "1"}
+    assert env == {
+        "PATH": "/bin", "B": "mine", "HF_HOME": "/data", "PYTHONUNBUFFERED": "1", "MLX_ENABLE_TF32": "0",
+    }  # fmt: skip
+
+
+def test_float32_products_are_float32_unless_the_user_says_otherwise() -> None:
+    assert worker_environment(SPEC, {}, preload=None)["MLX_ENABLE_TF32"] == "0"
+    chosen = worker_environment(SPEC, {"MLX_ENABLE_TF32": "1"}, preload=None)
+    assert chosen["MLX_ENABLE_TF32"] == "1"
 
 
 def test_openblas_joins_what_is_preloaded_already() -> None:
