@@ -347,7 +347,8 @@ def measure(model: Any, factory: CacheFactory, vocab_size: int) -> BytesPerToken
     for cache in parts(caches):
         if isinstance(cache, SequenceCache) and cache.row.token_budget is None:
             (n_heads, dim_k), (_, dim_v) = cache.row.shapes()
-            effective += _packed_bytes(cache.row, n_heads, dim_k, dim_v)
+            dtype = getattr(mx, cache.row.dtype)
+            effective += packed_bytes_per_token(cache.row, n_heads, dim_k, dim_v, dtype)
             fp16 += n_heads * (dim_k + dim_v) * REFERENCE_BITS / 8
         elif isinstance(cache, KVCache) and cache.keys is not None:
             for side in (cache.keys, cache.values):
@@ -365,10 +366,14 @@ def parts(caches: Sequence[Any]) -> Iterator[Any]:
             yield cache
 
 
-def _packed_bytes(row: Row, n_heads: int, dim_k: int, dim_v: int) -> float:
-    """Return the bytes by which a row like *row* grows per token, between two lengths that are whole folds apart."""
+def packed_bytes_per_token(
+    row: Row, n_heads: int, dim_k: int, dim_v: int, dtype: mx.Dtype
+) -> float:
+    """Return the bytes by which a row like *row* grows per token, between two lengths that are whole folds apart.
+
+    *dtype* is that of tokens in full precision.
+    """
     scratch = row.fresh()
-    dtype = getattr(mx, row.dtype)
     folds = 16 * row.fold_tokens
     # past the sinks, and both lengths leave the same tail
     first = -(-row.sink_tokens // row.fold_tokens) * row.fold_tokens + row.tail_tokens + folds

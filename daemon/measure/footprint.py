@@ -14,11 +14,11 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache
 
+from daemon.cache.build import packed_bytes_per_token
 from daemon.cache.row import Row
 from daemon.measure.divergence import PREFILL_CHUNK, MakeRow
 
 _ITEM_BYTES = 2  # of a value at 16 bits
-_SPAN_FOLDS = 32  # folds between the two lengths that the growth is measured at
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +105,7 @@ def _packed(row: Row, shape: tuple[tuple[int, int], ...], contexts: Sequence[int
     exact_at = tuple(values * _ITEM_BYTES * n for n in contexts)
     if row.token_budget is not None:
         return _Cost(0, 0, at, exact_at)
-    # lengths past the sinks that leave the same tail: their difference is packed tokens and nothing else
-    fold = row.fold_tokens
-    start = (-(-row.sink_tokens // fold) + 1) * fold + row.tail_tokens
-    span = _SPAN_FOLDS * fold
-    before, after = (
-        _filled(row.fresh(), shape, length).used_bytes for length in (start, start + span)
-    )
-    per_token = (after - before) / span
+    per_token = packed_bytes_per_token(row, n_heads, dim_k, dim_v, mx.float16)
     return _Cost(per_token, values, at, exact_at)
 
 
