@@ -87,6 +87,7 @@ class _Daemon:
             reconciler=self._reconciler,
             sockets=self._sockets,
             desired=desired,
+            clock=time.monotonic,
             busy=lambda busy: self._notifier.reloading() if busy else self._notifier.ready(),
             adopted=self._adopt,
         )
@@ -131,7 +132,6 @@ class _Daemon:
             await self._configuration.start_first()
             background = [
                 tasks.create_task(self._configuration.run(), name="configuration"),
-                tasks.create_task(self._configuration.watch.run(), name="watch"),
                 *(tasks.create_task(self._see_out(it), name="left-over") for it in self._earlier),
             ]
             await control.serve()

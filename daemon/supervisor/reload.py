@@ -1,18 +1,19 @@
 """Turn what is in servers.yaml into what is wanted, again and again, without losing what runs.
 
-One pass reads the files once, compares, makes sure that new addresses can be had, and hands the edit to
-the reconciler whole. Whatever is wrong refuses the whole edit and disturbs nothing. Passes follow one
-another; while one runs, any number of requests wait for the next one together.
+daemon.supervisor.intake decides when to read and what becomes of a reading; this module looks at the
+files, reads them, makes sure that new addresses can be had, and hands an edit to the reconciler whole.
+Whatever is wrong refuses the whole edit and disturbs nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, assert_never
 
 from daemon.config import diff as differ
 from daemon.config.load import Loaded, RejectedError, load
@@ -22,15 +23,14 @@ from daemon.errors import ConfigError, Problem, TqdError
 from daemon.log import get_logger
 from daemon.paths import StateDir
 from daemon.policy.store import load_allowlist
-from daemon.supervisor import edits, events, plan
+from daemon.supervisor import edits, events, intake, plan
 from daemon.supervisor.desired import DesiredState
+from daemon.supervisor.intake import Look
 from daemon.supervisor.last_good import LastGood
 from daemon.supervisor.reconcile import Reconciler, Wanted
 from daemon.supervisor.server import Cause, Desired, State
 from daemon.supervisor.sockets import AddressTakenError, Sockets
-from daemon.supervisor.watch import Look, Watch, look
-
-REMOVAL_CONFIRM_S = 5.0  # an edit that takes this much away may be half of a file being written
+from daemon.supervisor.watch import FolderWatch, look
 
 Outcome = TypeVar("Outcome")
 
@@ -77,14 +77,15 @@ class Configuration:
         reconciler: Reconciler,
         sockets: Sockets,
         desired: DesiredState,
+        clock: Callable[[], float],
         busy: Callable[[bool], None],
         adopted: Callable[[DaemonSpec], None],
     ) -> None:
         self.status = ConfigStatus(path)
-        self.watch = Watch(self._changed)
         self._path = path
         self._state = state
         self._environ = environ
+        self._clock = clock
         self._reconciler = reconciler
         self._sockets = sockets
         self._desired = desired
@@ -93,9 +94,12 @@ class Configuration:
         self._last_good = LastGood(state.last_good, environ)
         self._loaded: Loaded
         self._applied: Prepared
-        self._watched: tuple[Path, ...] = (path,)
-        self._dirty = asyncio.Event()
+        self._intake = intake.Intake({path: None})
+        self._woken = asyncio.Event()
+        self._nudged = False
+        self._passing = False
         self._asked: list[asyncio.Future[Verdict]] = []
+        self._answering: list[asyncio.Future[Verdict]] = []
         self._looking: list[asyncio.Future[None]] = []
         self._log = get_logger()
 
@@ -107,7 +111,9 @@ class Configuration:
         """
         self.status = replace(self.status, last_attempt_at=time.time())
         try:
-            self._loaded = await self._read()
+            found, seen = await self._read()
+            self._intake = intake.Intake(seen)
+            self._loaded = _right(found)
             self._applied = await self._prepare(self._loaded)
         except ConfigError as error:
             loaded = await asyncio.to_thread(self._last_good.load, self._path)
@@ -127,22 +133,25 @@ class Configuration:
             self._log.error("config.stale", problems=[str(it) for it in faults])
 
     async def run(self) -> None:
-        """Read again whenever that is asked for, until cancelled."""
-        while True:
-            await self._dirty.wait()
-            self._dirty.clear()
-            looking, self._looking = self._looking, []
-            asked, self._asked = self._asked, []
-            if looking:
-                await self._guarded(self._look_for_files())
-                for look_waiter in looking:
-                    _settle(look_waiter, None)
-            if asked:
-                self._busy(True)
-                verdict = await self._guarded(self._pass())
-                for waiter in asked:
-                    _settle(waiter, verdict)
-                self._busy(False)
+        """Watch the files, and read them whenever that is due or asked for, until cancelled."""
+        folders = FolderWatch(asyncio.get_running_loop(), self._nudge)
+        try:
+            while True:
+                watched = frozenset(path.parent for path in self._intake.seen)
+                await asyncio.to_thread(folders.observe, watched)
+                await self._wait()
+                if self._looking:
+                    await self._look()
+                if self._asked:
+                    await self._tell(intake.Asked())
+                if self._nudged:
+                    self._nudged = False
+                    await self._tell(intake.Nudged())
+                if self._clock() >= self._intake.look_at:
+                    seen = await asyncio.to_thread(look, tuple(self._intake.seen))
+                    await self._tell(intake.Looked(seen))
+        finally:
+            folders.stop()
 
     async def reload(self) -> Verdict:
         """Read again and apply, whatever the file's dates say.
@@ -158,19 +167,19 @@ class Configuration:
             )
         waiter: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self._asked.append(waiter)
-        self._dirty.set()
+        self._woken.set()
         return await waiter
 
     def ask(self) -> None:
         """Begin a reload that nobody waits for."""
         if self._reconciler.wanted.daemon.reload != "off":
             self._asked.append(asyncio.get_running_loop().create_future())
-            self._dirty.set()
+            self._woken.set()
 
     def recheck(self) -> None:
         """Begin to look whether what blocks servers, such as a missing model, is still so."""
         self._looking.append(asyncio.get_running_loop().create_future())
-        self._dirty.set()
+        self._woken.set()
 
     async def look_for_files(self) -> None:
         """Look whether what blocks servers, such as a missing model, is still so."""
@@ -179,64 +188,111 @@ class Configuration:
 
     async def diff(self) -> tuple[differ.Step, ...]:
         """Return what `reload` would do; raises as `reload` does."""
-        prepared = await self._prepare(await self._read(follow=False))
+        loaded, _ = await self._read()
+        prepared = await self._prepare(_right(loaded))
         differ.refuse_daemon_changes(self._applied, prepared)
         return differ.diff(self._applied.servers, prepared.servers)
 
-    async def _changed(self) -> None:
-        """The files have changed and come to rest."""
-        mode = self._reconciler.wanted.daemon.reload
-        if mode == "auto":
-            self.ask()
-        elif mode == "manual":
-            steps = await self._guarded(self.diff())
-            if isinstance(steps, ConfigError):
-                return
-            state: ConfigState = "pending" if steps else "applied"
-            pending = tuple(map(str, steps))
-            self.status = replace(self.status, state=state, problems=(), pending=pending)
-            self._log.info("config.pending", steps=pending)
+    def _nudge(self) -> None:
+        self._nudged = True
+        self._woken.set()
 
-    async def _guarded(self, reading: Awaitable[Outcome]) -> Outcome | ConfigError:
-        """Return the outcome of *reading*, or its refusal; whatever happens, what runs goes on."""
+    async def _wait(self) -> None:
+        """Wait until something is asked for, or a look at the files is due."""
+        if not (self._asked or self._looking):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(max(self._intake.look_at - self._clock(), 0.0)):
+                    await self._woken.wait()
+        self._woken.clear()
+
+    async def _look(self) -> None:
+        looking, self._looking = self._looking, []
         try:
-            return await reading
-        except ConfigError as error:
-            refusal = error
+            await self._look_for_files()
         except Exception as error:  # noqa: BLE001 - a defect of ours must not end what runs
-            self._log.exception("config.failed")
-            said = f"tqd failed to read this: {error!r}"
-            refusal = ConfigError([Problem(str(self._path), 0, 0, "", said)])
-        self._refuse(refusal)
-        return refusal
+            self._failed(error)
+        for waiter in looking:
+            _settle(waiter, None)
 
-    async def _pass(self) -> Verdict:
-        while True:
-            self.status = replace(self.status, last_attempt_at=time.time())
-            loaded = await self._read()
-            if loaded.content_hash == self._applied.content_hash and not await self._new_evidence():
-                return self._unchanged(loaded)
-            prepared = await self._prepare(loaded)
-            before = self._applied.servers
-            differ.refuse_daemon_changes(self._applied, prepared)
-            steps = differ.diff(before, prepared.servers)
-            starting = edits.to_run(steps, self._desired_of)
-            self._refuse_blocked(loaded, starting)
-            if edits.removes_much(steps, self._running()) and not await self._stays_as_it_is():
-                continue
-            self._reserve_addresses(loaded, starting)
-            self._loaded = loaded
-            return Verdict("applied", await self._apply(prepared, before), loaded.warnings)
+    async def _tell(self, event: intake.Event) -> None:
+        """Let `intake` decide what *event* leads to, and do that, to the end."""
+        if isinstance(event, intake.Asked):
+            self._answering += self._asked
+            self._asked = []
+        due: list[intake.Event] = [event]
+        while due:
+            facts = intake.Facts(self._applied, self._reconciler.fleet, self._desired_of)
+            try:
+                self._intake, effects = intake.step(self._intake, due.pop(0), facts, self._clock())
+            except Exception as error:  # noqa: BLE001 - a defect of ours must not end what runs
+                self._intake = intake.Intake(
+                    self._intake.seen, look_at=self._clock() + intake.POLL_S
+                )
+                effects = (intake.Refuse(self._failed(error).problems),)
+            for effect in effects:
+                due += await self._carry_out(effect)
 
-    async def _read(self, *, follow: bool = True) -> Loaded:
-        """Return the configuration on disk; the watch then waits for something newer than that."""
-        loaded, seen = await asyncio.to_thread(_read, self._path, self._environ, self._watched)
-        if follow:
-            self._watched = tuple(seen)
-            self.watch.follow(seen)
-        if isinstance(loaded, ConfigError):
-            raise loaded
-        return loaded
+    async def _carry_out(self, effect: intake.Effect) -> list[intake.Event]:
+        """Do what `intake` decided; return what comes of it."""
+        match effect:
+            case intake.Read():
+                if not self._passing:
+                    self._passing = True
+                    self._busy(True)
+                self.status = replace(self.status, last_attempt_at=time.time())
+                return [intake.Arrived(await self._reading())]
+            case intake.Compare():
+                return [intake.Compared(await self._reading())]
+            case intake.Doubt():
+                self._log.warning(
+                    "config.pending", reason="it removes much", confirm_s=intake.REMOVAL_CONFIRM_S
+                )
+            case intake.Show(steps):
+                self._show(steps)
+            case intake.Keep(loaded):
+                self._end_pass(self._unchanged(loaded))
+            case intake.Refuse(problems):
+                self._end_pass(self._refuse(ConfigError(problems)))
+            case intake.Apply(loaded, prepared):
+                self._end_pass(await self._put_in_force(loaded, prepared))
+            case _:
+                assert_never(effect)
+        return []
+
+    def _end_pass(self, outcome: Verdict | ConfigError) -> None:
+        waiters, self._answering = self._answering, []
+        for waiter in waiters:
+            _settle(waiter, outcome)
+        if self._passing:
+            self._passing = False
+            self._busy(False)
+
+    async def _reading(self) -> intake.Reading:
+        """Read what is on disk; whatever happens, what runs goes on."""
+        try:
+            return await self._read_and_prepare()
+        except Exception as error:  # noqa: BLE001 - a defect of ours must not end what runs
+            return intake.Reading(self._intake.seen, problems=self._failed(error).problems)
+
+    async def _read_and_prepare(self) -> intake.Reading:
+        loaded, seen = await self._read()
+        if isinstance(loaded, RejectedError):
+            return intake.Reading(seen, problems=loaded.problems)
+        if loaded.content_hash == self._applied.content_hash and not await self._new_evidence():
+            return intake.Reading(seen, loaded)
+        try:
+            return intake.Reading(seen, loaded, await self._prepare(loaded))
+        except ConfigError as error:
+            return intake.Reading(seen, problems=error.problems)
+
+    def _failed(self, error: Exception) -> ConfigError:
+        self._log.exception("config.failed")
+        said = f"tqd failed to read this: {error!r}"
+        return ConfigError([Problem(str(self._path), 0, 0, "", said)])
+
+    async def _read(self) -> tuple[Loaded | RejectedError, Look]:
+        files = tuple(self._intake.seen)
+        return await asyncio.to_thread(_read, self._path, self._environ, files)
 
     async def _prepare(self, loaded: Loaded) -> Prepared:
         return await asyncio.to_thread(prepare, loaded, state=self._state)
@@ -245,6 +301,12 @@ class Configuration:
         """Whether `tqd eval --record` has written to the allow-list since it was last read."""
         entries = await asyncio.to_thread(load_allowlist, self._state.allowlist)
         return entries != self._applied.allowlist
+
+    def _show(self, steps: Sequence[differ.Step]) -> None:
+        state: ConfigState = "pending" if steps else "applied"
+        pending = tuple(map(str, steps))
+        self.status = replace(self.status, state=state, problems=(), pending=pending)
+        self._log.info("config.pending", steps=pending)
 
     def _unchanged(self, loaded: Loaded) -> Verdict:
         self.status = replace(
@@ -257,7 +319,7 @@ class Configuration:
         self._log.info("config.unchanged", content_hash=loaded.content_hash[:16])
         return Verdict("unchanged", warnings=loaded.warnings)
 
-    def _refuse(self, error: ConfigError) -> None:
+    def _refuse(self, error: ConfigError) -> ConfigError:
         """Keep everything as it is, and say what is wrong, once."""
         news = self.status.state != "rejected" or self.status.problems != error.problems
         state: ConfigState = "stale" if self.status.state == "stale" else "rejected"
@@ -266,17 +328,20 @@ class Configuration:
         )
         if news:
             self._log.error("config.rejected", problems=[str(it) for it in error.problems])
+        return error
 
-    def _refuse_blocked(self, loaded: Loaded, servers: Sequence[PreparedServer]) -> None:
-        problems = [
-            loaded.sources[server.name].problem(
-                "model", server.blocked.message, server.blocked.hint
-            )
-            for server in edits.newly_blocked(servers, self._applied.servers)
-            if server.blocked is not None
-        ]
-        if problems:
-            raise ConfigError(problems)
+    async def _put_in_force(self, loaded: Loaded, prepared: Prepared) -> Verdict | ConfigError:
+        before = self._applied.servers
+        starting = edits.to_run(differ.diff(before, prepared.servers), self._desired_of)
+        try:
+            self._reserve_addresses(loaded, starting)
+        except ConfigError as error:
+            return self._refuse(error)
+        self._loaded = loaded
+        try:
+            return Verdict("applied", await self._apply(prepared, before), loaded.warnings)
+        except Exception as error:  # noqa: BLE001 - a defect of ours must not end what runs
+            return self._refuse(self._failed(error))
 
     def _reserve_addresses(self, loaded: Loaded, servers: Sequence[PreparedServer]) -> None:
         """Hold every address that is new in this edit, before anything is stopped for it."""
@@ -290,16 +355,6 @@ class Configuration:
         if problems:
             self._sockets.settle()
             raise ConfigError(problems)
-
-    def _running(self) -> frozenset[str]:
-        return frozenset(it.name for it in self._reconciler.fleet.servers.values() if it.worker)
-
-    async def _stays_as_it_is(self) -> bool:
-        """Give a newer file the time to appear."""
-        self._log.warning("config.pending", reason="it removes much", confirm_s=REMOVAL_CONFIRM_S)
-        seen = await asyncio.to_thread(look, self._watched)
-        await asyncio.sleep(REMOVAL_CONFIRM_S)
-        return await asyncio.to_thread(look, self._watched) == seen
 
     async def _apply(self, prepared: Prepared, before: edits.Servers) -> tuple[differ.Step, ...]:
         """Put *prepared* in force in the place of *before*; return the steps."""
@@ -364,6 +419,12 @@ class Configuration:
         servers = self._reconciler.fleet.servers.values()
         names = [it.name for it in servers if it.state is State.BLOCKED]
         return [name for name in names if name in self._applied.servers]
+
+
+def _right(loaded: Loaded | RejectedError) -> Loaded:
+    if isinstance(loaded, RejectedError):
+        raise loaded
+    return loaded
 
 
 def _settle(waiter: asyncio.Future[Outcome], outcome: Outcome | ConfigError) -> None:

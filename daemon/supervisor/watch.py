@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from watchdog.events import FileSystemEvent, FileSystemEventHandler
@@ -18,16 +18,10 @@ from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver
 
 from daemon.log import get_logger
-
-POLL_S = 1.0
-SETTLE_S = 0.3  # an editor is done when two looks this far apart agree
-LEAST_S = 0.1  # between two looks, however busy the folder is
+from daemon.supervisor.intake import POLL_S, Look, Stat
 
 # It complains of its own threads when they stop, in the middle of nowhere.
 logging.getLogger("watchdog").setLevel(logging.ERROR)
-
-Stat = tuple[int, int, int, int] | None
-Look = dict[Path, Stat]
 
 _CHANGES = frozenset({"created", "modified", "moved", "deleted", "closed"})
 
@@ -45,55 +39,12 @@ def _stat(path: Path) -> Stat:
     return (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size)
 
 
-class Watch:
-    """Calls *changed* after the watched files have changed and come to rest."""
+class FolderWatch:
+    """Calls *nudge*, from *loop*, when something happens in the observed folders, as far as the system tells."""
 
-    def __init__(self, changed: Callable[[], Awaitable[None]]) -> None:
-        self._changed = changed
-        self._seen: Look = {}
-        self._folders: frozenset[Path] = frozenset()
-        self._wake = asyncio.Event()
-
-    def follow(self, seen: Look) -> None:
-        """Watch the files of *seen*, a look taken before they were read."""
-        self._seen = seen
-        self._folders = frozenset(path.parent for path in seen)
-        self._wake.set()
-
-    async def run(self) -> None:
-        """Watch until cancelled."""
-        observer = _Observer(asyncio.get_running_loop(), self._wake)
-        try:
-            while True:
-                await asyncio.to_thread(observer.observe, self._folders)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(POLL_S):
-                        await self._wake.wait()
-                self._wake.clear()
-                if await asyncio.to_thread(look, tuple(self._seen)) != self._seen:
-                    self._seen = await self._at_rest()
-                    await self._changed()
-                await asyncio.sleep(LEAST_S)
-        finally:
-            observer.stop()
-
-    async def _at_rest(self) -> Look:
-        """Return the first of two equal looks."""
-        before = await asyncio.to_thread(look, tuple(self._seen))
-        while True:
-            await asyncio.sleep(SETTLE_S)
-            after = await asyncio.to_thread(look, tuple(self._seen))
-            if after == before:
-                return before
-            before = after
-
-
-class _Observer:
-    """Sets *wake* when something happens in the observed folders, as far as the system tells."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, wake: asyncio.Event) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, nudge: Callable[[], None]) -> None:
         self._loop = loop
-        self._set = wake.set
+        self._tell = nudge
         self._folders: frozenset[Path] = frozenset()
         self._observer: BaseObserver | None = None
         self._log = get_logger()
@@ -124,7 +75,7 @@ class _Observer:
 
     def _nudge(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._set)
+            self._loop.call_soon_threadsafe(self._tell)
 
 
 class _Nudge(FileSystemEventHandler):

@@ -1,0 +1,277 @@
+"""Decide when servers.yaml is read, and what becomes of what was read: a pure step function.
+
+    at rest ── a look differs ──▶ moving ── two equal looks ──▶ Read
+    Read ──▶ Refuse · Keep · Apply · suspect ── 5 s without a newer file ──▶ Apply
+
+A suspect edit takes so much away that it may be half of a file being written. One reading is out at a
+time; whatever asks for one meanwhile gets one more after it, together: no request is lost, none queues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from daemon.config import diff as differ
+from daemon.config.load import Loaded
+from daemon.config.prepare import Prepared
+from daemon.errors import ConfigError, Problem
+from daemon.supervisor import edits
+from daemon.supervisor.plan import Fleet
+
+POLL_S = 1.0
+SETTLE_S = 0.3  # an editor is done when two looks this far apart agree
+LEAST_S = 0.1  # between two looks, however busy the folder is
+REMOVAL_CONFIRM_S = 5.0
+
+Stat = tuple[int, int, int, int] | None
+Look = Mapping[Path, Stat]
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What one reading of the files has given.
+
+    *problems*, or *loaded* and what it means; *prepared* is None when that is in force already. *seen* is
+    a look at the files from before they were read.
+    """
+
+    seen: Look
+    loaded: Loaded | None = None
+    prepared: Prepared | None = None
+    problems: tuple[Problem, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """An edit that is applied at *until* if no newer file appears."""
+
+    reading: Reading
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """Where reading stands. The files of *seen* are the ones to look at, next at *look_at*."""
+
+    seen: Look = field(default_factory=dict)
+    look_at: float = 0.0
+    looked_at: float = float("-inf")
+    moving: Look | None = None
+    """The newest look, which differs from *seen* and may differ from the next."""
+    reading: bool = False
+    pending: Literal["read", "compare"] | None = None
+    suspect: Suspect | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a reading is held against."""
+
+    applied: Prepared
+    fleet: Fleet
+    desired: edits.DesiredOf
+
+
+@dataclass(frozen=True, slots=True)
+class Nudged:
+    """The system says that something happened in a folder of the files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """The files were looked at."""
+
+    look: Look
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Somebody wants the files read, whatever their dates say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """The answer to `Read`."""
+
+    reading: Reading
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The answer to `Compare`."""
+
+    reading: Reading
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Read the files and prepare what they say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """Read the files to show what a reload would do; nothing is applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Keep everything as it is, and say what is wrong."""
+
+    problems: tuple[Problem, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What was read is in force already."""
+
+    loaded: Loaded
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """The edit removes much: say that it waits for a newer file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """Put the edit in force, whole, if its addresses can be had."""
+
+    loaded: Loaded
+    prepared: Prepared
+
+
+@dataclass(frozen=True, slots=True)
+class Show:
+    """`daemon.reload` is manual: say what `tqd reload` would do."""
+
+    steps: tuple[differ.Step, ...]
+
+
+Event = Nudged | Looked | Asked | Arrived | Compared
+Effect = Read | Compare | Refuse | Keep | Doubt | Apply | Show
+
+Result = tuple[Intake, tuple[Effect, ...]]
+
+
+def step(intake: Intake, event: Event, facts: Facts, now: float) -> Result:
+    """Return *intake* after *event*, and what must be done about it, in order."""
+    match event:
+        case Nudged():
+            return _nudged(intake, now), ()
+        case Looked(look):
+            return _looked(replace(intake, looked_at=now), look, facts, now)
+        case Asked():
+            return _want(intake, "read")
+        case Arrived(reading):
+            intake = _followed(intake, reading, now)
+            intake, verdict = _judge(intake, reading, facts, now)
+            return _next(intake, verdict)
+        case Compared(reading):
+            intake = _followed(intake, reading, now)
+            return _next(intake, (_compare(reading, facts),))
+
+
+def _nudged(intake: Intake, now: float) -> Intake:
+    if intake.moving is not None:
+        return intake  # the second look keeps its distance from the first
+    soon = max(now, intake.looked_at + LEAST_S)
+    return replace(intake, look_at=min(intake.look_at, soon))
+
+
+def _looked(intake: Intake, look: Look, facts: Facts, now: float) -> Result:
+    later = replace(intake, look_at=now + POLL_S)
+    mode = facts.applied.daemon.reload
+    if mode == "off" or intake.reading:
+        return later, ()
+    if look == intake.seen:
+        return _confirm(replace(later, moving=None), facts, now)
+    if look != intake.moving:
+        return replace(intake, moving=look, look_at=now + SETTLE_S), ()
+    rested = replace(later, seen=look, moving=None)
+    if intake.suspect is not None:
+        return _next(replace(rested, suspect=None, pending="read"), ())
+    return _want(rested, "read" if mode == "auto" else "compare")
+
+
+def _confirm(intake: Intake, facts: Facts, now: float) -> Result:
+    """Apply the suspect edit when its time has come; nothing newer has."""
+    suspect = intake.suspect
+    if suspect is None:
+        return intake, ()
+    if now < suspect.until:
+        return replace(intake, look_at=min(intake.look_at, suspect.until)), ()
+    verdict = _verdict(suspect.reading, facts)
+    return _next(replace(intake, suspect=None), (verdict,))
+
+
+def _want(intake: Intake, what: Literal["read", "compare"]) -> Result:
+    pending = what if intake.pending != "read" else "read"
+    return _next(replace(intake, pending=pending), ())
+
+
+def _next(intake: Intake, verdict: tuple[Effect, ...]) -> Result:
+    """Begin what is pending, unless a reading is out or waits for a newer file."""
+    if intake.pending is None or intake.reading or intake.suspect is not None:
+        return intake, verdict
+    effect: Effect = Read() if intake.pending == "read" else Compare()
+    return replace(intake, pending=None, reading=True), (*verdict, effect)
+
+
+def _followed(intake: Intake, reading: Reading, now: float) -> Intake:
+    """Return *intake* as it waits for something newer than *reading*."""
+    return replace(
+        intake, seen=reading.seen, moving=None, reading=False, suspect=None, look_at=now + POLL_S
+    )
+
+
+def _judge(
+    intake: Intake, reading: Reading, facts: Facts, now: float
+) -> tuple[Intake, tuple[Effect, ...]]:
+    verdict = _verdict(reading, facts)
+    if isinstance(verdict, Apply) and _removes_much(verdict.prepared, facts):
+        until = now + REMOVAL_CONFIRM_S
+        return replace(intake, suspect=Suspect(reading, until)), (Doubt(),)
+    return intake, (verdict,)
+
+
+def _verdict(reading: Reading, facts: Facts) -> Refuse | Keep | Apply:
+    loaded, prepared = reading.loaded, reading.prepared
+    if loaded is None:
+        return Refuse(reading.problems)
+    if prepared is None:
+        return Keep(loaded)
+    try:
+        differ.refuse_daemon_changes(facts.applied, prepared)
+    except ConfigError as error:
+        return Refuse(error.problems)
+    problems = _blocked(loaded, prepared, facts)
+    return Refuse(problems) if problems else Apply(loaded, prepared)
+
+
+def _blocked(loaded: Loaded, prepared: Prepared, facts: Facts) -> tuple[Problem, ...]:
+    """Return a problem for each server that would need a new worker and could not have one."""
+    before = facts.applied.servers
+    starting = edits.to_run(differ.diff(before, prepared.servers), facts.desired)
+    return tuple(
+        loaded.sources[server.name].problem("model", server.blocked.message, server.blocked.hint)
+        for server in edits.newly_blocked(starting, before)
+        if server.blocked is not None
+    )
+
+
+def _removes_much(prepared: Prepared, facts: Facts) -> bool:
+    running = [it.name for it in facts.fleet.servers.values() if it.worker]
+    return edits.removes_much(differ.diff(facts.applied.servers, prepared.servers), running)
+
+
+def _compare(reading: Reading, facts: Facts) -> Refuse | Show:
+    match _verdict(reading, facts):
+        case Apply(_, prepared):
+            return Show(differ.diff(facts.applied.servers, prepared.servers))
+        case Keep():
+            return Show(())
+        case refusal:
+            return refusal

@@ -1,0 +1,245 @@
+"""When the file is read, and what becomes of it: every path through the step function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from daemon.config.prepare import Blocked, Prepared, PreparedServer
+from daemon.config.spec import DaemonSpec, ServerSpec
+from daemon.errors import Problem
+from daemon.supervisor import events, intake, plan
+from daemon.supervisor.intake import (
+    Apply,
+    Asked,
+    Compare,
+    Compared,
+    Doubt,
+    Facts,
+    Intake,
+    Keep,
+    Looked,
+    Nudged,
+    Read,
+    Reading,
+    Refuse,
+    Show,
+)
+from daemon.supervisor.plan import Fleet, Put, Told
+from daemon.supervisor.server import Desired
+from tests.supervisor import configurations
+from tests.supervisor.configurations import PATH, loaded, prepared
+
+BROKEN = Problem("servers.yaml", 1, 1, "", "broken")
+
+
+def server(name: str, version: str = "1", **keys: object) -> PreparedServer:
+    blocked = keys.pop("blocked", None)
+    spec = ServerSpec.model_validate({"model": "m", "port": 8081} | keys)
+    return configurations.server(name, spec, version, blocked)
+
+
+ONE = prepared(server("a"), content="one")
+TWO = prepared(server("a"), server("b", port=8082), content="two")
+
+
+@dataclass
+class Desk:
+    """Drives an intake by hand: a file with an identity, and a clock."""
+
+    applied: Prepared = ONE
+    mode: str = "auto"
+    now: float = 0.0
+    file: int = 0
+    running: tuple[str, ...] = ()
+    intake: Intake = field(default_factory=lambda: Intake({PATH: look(0)[PATH]}))
+
+    def tell(self, event: intake.Event) -> tuple[intake.Effect, ...]:
+        self.intake, effects = intake.step(self.intake, event, self.facts(), self.now)
+        return effects
+
+    def look(self) -> tuple[intake.Effect, ...]:
+        self.now = max(self.now, self.intake.look_at)
+        return self.tell(Looked(look(self.file)))
+
+    def read(self, result: Prepared | Problem | None) -> tuple[intake.Effect, ...]:
+        return self.tell(intake.Arrived(self.reading(result)))
+
+    def reading(self, result: Prepared | Problem | None) -> Reading:
+        seen = look(self.file)
+        match result:
+            case Problem():
+                return Reading(seen, problems=(result,))
+            case None:
+                return Reading(seen, loaded(self.applied))
+            case _:
+                return Reading(seen, loaded(result), result)
+
+    def facts(self) -> Facts:
+        applied = prepared(
+            *self.applied.servers.values(),
+            content=self.applied.content_hash,
+            daemon=DaemonSpec.model_validate({"reload": self.mode}),
+        )
+        return Facts(applied, fleet(self.running), lambda _: Desired.RUNNING)
+
+
+def look(identity: int) -> intake.Look:
+    return {PATH: (0, 0, identity, 0)}
+
+
+def fleet(running: tuple[str, ...]) -> Fleet:
+    found = Fleet("boot", max_parallel_loads=9)
+    for port, name in enumerate(running, 8081):
+        put = Put(name, ServerSpec(model="m", port=port), "1", Desired.RUNNING)
+        found, _ = plan.step(found, plan.Apply((put,), 9), 0.0)
+        found, _ = plan.step(found, Told(name, events.Spawned(1, 100)), 0.0)
+    return found
+
+
+def test_a_file_is_read_when_two_looks_agree_that_it_has_changed() -> None:
+    desk = Desk()
+    assert desk.look() == ()
+    desk.file = 1
+    assert desk.look() == ()
+    desk.file = 2  # still being written
+    assert desk.look() == ()
+    assert desk.look() == (Read(),)
+    assert desk.read(TWO) == (Apply(loaded(TWO), TWO),)
+    assert desk.look() == ()
+
+
+def test_the_second_look_keeps_its_distance_however_busy_the_folder_is() -> None:
+    desk = Desk(file=1)
+    desk.look()
+    due = desk.intake.look_at
+    desk.tell(Nudged())
+    assert desk.intake.look_at == due == desk.now + intake.SETTLE_S
+
+
+def test_a_nudge_makes_the_next_look_come_sooner_but_not_at_once_again() -> None:
+    desk = Desk()
+    desk.look()
+    desk.tell(Nudged())
+    assert desk.intake.look_at == desk.now + intake.LEAST_S
+    desk.now += 0.5
+    desk.tell(Nudged())
+    assert desk.intake.look_at <= desk.now
+
+
+def test_a_change_that_was_taken_back_before_it_came_to_rest_is_none() -> None:
+    desk = Desk(file=1)
+    desk.look()
+    desk.file = 0
+    assert desk.look() == ()
+    assert desk.look() == ()
+
+
+def test_a_refused_file_is_read_again_only_when_it_changes() -> None:
+    desk = Desk(file=1)
+    desk.look(), desk.look()
+    assert desk.read(BROKEN) == (Refuse((BROKEN,)),)
+    assert desk.look() == ()
+    desk.file = 2
+    desk.look()
+    assert desk.look() == (Read(),)
+
+
+def test_what_is_in_force_already_is_kept() -> None:
+    desk = Desk()
+    assert desk.tell(Asked()) == (Read(),)
+    assert desk.read(None) == (Keep(loaded(ONE)),)
+
+
+def test_requests_during_a_reading_become_one_more_reading() -> None:
+    desk = Desk()
+    assert desk.tell(Asked()) == (Read(),)
+    assert desk.tell(Asked()) == ()
+    assert desk.tell(Asked()) == ()
+    assert desk.read(TWO) == (Apply(loaded(TWO), TWO), Read())
+    assert desk.read(None) == (Keep(loaded(ONE)),)
+
+
+def test_a_look_during_a_reading_decides_nothing() -> None:
+    desk = Desk()
+    desk.tell(Asked())
+    desk.file = 1
+    assert desk.look() == ()
+    desk.file = 0
+    desk.read(TWO)
+    desk.file = 1
+    desk.look()
+    assert desk.look() == (Read(),)
+
+
+NOTHING = prepared(content="nothing")
+
+
+def test_an_edit_that_removes_everything_is_applied_when_no_newer_file_comes() -> None:
+    desk = Desk(running=("a",))
+    desk.tell(Asked())
+    assert desk.read(NOTHING) == (Doubt(),)
+    effects: tuple[intake.Effect, ...] = ()
+    while not effects:
+        effects = desk.look()
+    assert effects == (Apply(loaded(NOTHING), NOTHING),)
+    assert desk.now == intake.REMOVAL_CONFIRM_S
+
+
+@pytest.mark.parametrize("mode", ["auto", "manual"])
+def test_a_newer_file_takes_the_place_of_one_that_removes_much(mode: str) -> None:
+    desk = Desk(running=("a",), mode=mode)
+    desk.tell(Asked())
+    desk.read(NOTHING)
+    desk.file = 1
+    desk.look()
+    assert desk.look() == (Read(),)
+    assert desk.read(TWO) == (Apply(loaded(TWO), TWO),)
+
+
+def test_requests_wait_for_the_end_of_a_doubt() -> None:
+    desk = Desk(running=("a",))
+    desk.tell(Asked())
+    desk.read(NOTHING)
+    assert desk.tell(Asked()) == ()
+    desk.now = intake.REMOVAL_CONFIRM_S
+    assert desk.look() == (Apply(loaded(NOTHING), NOTHING), Read())
+
+
+def test_a_server_that_could_not_start_refuses_the_edit_with_its_place() -> None:
+    missing = Blocked("model_missing", "no such folder", "pull it")
+    edit = prepared(server("a", "2", blocked=missing), content="two")
+    desk = Desk()
+    desk.tell(Asked())
+    [refusal] = desk.read(edit)
+    assert isinstance(refusal, Refuse)
+    assert [(it.path, it.message) for it in refusal.problems] == [
+        ("servers.a.model", "no such folder")
+    ]
+
+
+def test_a_change_that_needs_another_daemon_refuses_the_whole_edit() -> None:
+    edit = prepared(server("b"), daemon=DaemonSpec(status="127.0.0.1:9"))
+    desk = Desk()
+    desk.tell(Asked())
+    [refusal] = desk.read(edit)
+    assert isinstance(refusal, Refuse)
+    assert "needs a daemon restart" in refusal.problems[0].message
+
+
+def test_manual_reload_compares_and_applies_nothing_until_it_is_asked() -> None:
+    desk = Desk(mode="manual", file=1)
+    desk.look()
+    assert desk.look() == (Compare(),)
+    [shown] = desk.tell(Compared(desk.reading(TWO)))
+    assert isinstance(shown, Show)
+    assert [str(it) for it in shown.steps] == ["start b"]
+    assert desk.tell(Compared(desk.reading(None))) == (Show(()),)
+    assert desk.tell(Compared(desk.reading(BROKEN))) == (Refuse((BROKEN,)),)
+    assert desk.tell(Asked()) == (Read(),)
+
+
+def test_a_daemon_whose_reload_is_off_reads_nothing() -> None:
+    desk = Desk(mode="off", file=1)
+    assert [desk.look() for _ in range(4)] == [()] * 4
