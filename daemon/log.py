@@ -20,7 +20,7 @@ EVENTS = frozenset({
     "daemon.started", "daemon.stopping", "daemon.stopped", "status.unavailable", "control.failed",
     # configuration
     "config.loaded", "config.rejected", "config.unchanged", "config.pending", "config.stale", "config.not_saved", "config.failed", "state.not_written",
-    "plan.applied", "server.updated", "watch.unavailable",
+    "plan.applied", "server.updated", "server.rolled_back", "watch.unavailable",
     # workers, as the supervisor sees them
     "worker.started", "worker.loading", "worker.ready", "worker.degraded", "worker.draining", "worker.drain_timed_out",
     "worker.signalled", "worker.killed", "worker.exited", "worker.backed_off", "worker.failed", "worker.blocked",

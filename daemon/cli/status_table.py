@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from daemon.cli.waiting import failure, reason
+from daemon.cli.waiting import RETRY_HINT, failure, reason, rolled_back
 from daemon.ops.document import ConfigSection, Document, ServerStatus
 from daemon.units import format_size
 
@@ -107,6 +107,9 @@ def _config_notes(config: ConfigSection) -> Iterator[RenderableType]:
             yield Text(f"\n{config['path']} has changes that `tqd reload` applies:", style="yellow")
         case _:
             pass
+    for divergent in config["divergent"]:
+        yield Text(f"\n{rolled_back(divergent)}", style="red")
+        yield Text(f"  hint: {RETRY_HINT.format(divergent['server'])}", style="dim")
     for step in config["pending"]:
         yield Text(f"  {step}")
     for problem in config["errors"]:

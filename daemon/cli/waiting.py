@@ -11,11 +11,12 @@ from typing import Literal
 from rich.console import Console
 
 from daemon.errors import InProgressError, TqdError
-from daemon.ops.document import Document, ServerStatus
+from daemon.ops.document import DivergentStatus, Document, ServerStatus
 from daemon.supervisor.client import Client
 from daemon.supervisor.messages import Action
 
 POLL_S = 0.2
+RETRY_HINT = "correct servers.{0}, or try it again as it is with `tqd restart {0}`"
 
 Outcome = Literal["done", "failed", "waiting"]
 
@@ -30,7 +31,9 @@ def wait(client: Client, action: Action, before: Mapping[str, int], timeout_s: f
     until = time.monotonic() + timeout_s
     with _Progress() as progress:
         while True:
-            servers = by_name(client.status())
+            document = client.status()
+            servers = by_name(document)
+            _refuse_rolled_back(document["config"]["divergent"], servers, before)
             outcomes = {name: outcome(action, servers.get(name), before[name]) for name in before}
             gone = [name for name, it in outcomes.items() if it == "failed" and name not in servers]
             if gone:
@@ -49,6 +52,27 @@ def wait(client: Client, action: Action, before: Mapping[str, int], timeout_s: f
                     hint="it goes on; `tqd status` shows how far it is",
                 )
             time.sleep(POLL_S)
+
+
+def _refuse_rolled_back(
+    found: Sequence[DivergentStatus],
+    servers: Mapping[str, ServerStatus],
+    before: Mapping[str, int],
+) -> None:
+    """Raise TqdError when a server of *before* was launched since, and went back to its previous section."""
+    for divergent in found:
+        name = divergent["server"]
+        if name in before and name in servers and servers[name]["launch"] > before[name]:
+            hint = divergent["hint"] or RETRY_HINT.format(name)
+            raise TqdError(rolled_back(divergent), hint=hint)
+
+
+def rolled_back(divergent: DivergentStatus) -> str:
+    """Return in a line that a server runs its previous section, and why."""
+    return (
+        f"{divergent['server']} went back to its previous section; the new one did not become ready: "
+        f"{divergent['reason']}"
+    )
 
 
 def outcome(action: Action, server: ServerStatus | None, launch_before: int) -> Outcome:

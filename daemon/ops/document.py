@@ -40,6 +40,17 @@ class ProblemStatus(TypedDict):
     hint: str | None
 
 
+class DivergentStatus(TypedDict):
+    """A server that runs its previous section, because the file's (*spec_hash*) did not become ready."""
+
+    server: str
+    reason: str
+    reason_code: str
+    hint: str | None
+    since: str
+    spec_hash: str
+
+
 class ConfigSection(TypedDict):
     """What is on disk against what is in force."""
 
@@ -55,6 +66,7 @@ class ConfigSection(TypedDict):
     errors: list[ProblemStatus]
     warnings: list[str]
     pending: list[str]
+    divergent: list[DivergentStatus]
 
 
 class Health(TypedDict):

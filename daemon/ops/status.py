@@ -18,6 +18,7 @@ from daemon.errors import Problem
 from daemon.ops.document import (
     SCHEMA,
     ConfigSection,
+    DivergentStatus,
     Document,
     ExitStatus,
     Fallback,
@@ -31,7 +32,7 @@ from daemon.ops.document import (
     Throughput,
     Verdict,
 )
-from daemon.supervisor.plan import Fleet
+from daemon.supervisor.plan import Fleet, diverged
 from daemon.supervisor.reload import ConfigStatus
 from daemon.supervisor.server import Desired, LastExit, Server, State
 from daemon.supervisor.workers import Report
@@ -182,15 +183,18 @@ def _verdict(view: View) -> Verdict:
     if any(it.state in (State.FAILED, State.BLOCKED) for it in meant):
         return "failing"
     steady = all(it.state is State.READY for it in meant)
-    return "ok" if steady and view.config.state == "applied" else "degraded"
+    in_force = view.config.state == "applied" and not diverged(view.fleet)
+    return "ok" if steady and in_force else "degraded"
 
 
 def _config(view: View) -> ConfigSection:
     config = view.config
+    divergent = _divergent(view)
+    same = config.hash_on_disk is not None and config.hash_on_disk == config.hash_applied
     return {
         "path": str(config.path),
         "state": config.state,
-        "in_sync": config.hash_on_disk is not None and config.hash_on_disk == config.hash_applied,
+        "in_sync": same and not divergent,
         "hash_on_disk": config.hash_on_disk,
         "hash_applied": config.hash_applied,
         "applied_at": _epoch(config.applied_at),
@@ -200,7 +204,22 @@ def _config(view: View) -> ConfigSection:
         "errors": [problem_status(problem) for problem in config.problems],
         "warnings": list(config.warnings),
         "pending": list(config.pending),
+        "divergent": divergent,
     }
+
+
+def _divergent(view: View) -> list[DivergentStatus]:
+    return [
+        {
+            "server": name,
+            "reason": divergence.cause.message,
+            "reason_code": divergence.cause.code,
+            "hint": divergence.cause.hint,
+            "since": moment(view.wall(divergence.since)),
+            "spec_hash": divergence.wanted.spec_hash,
+        }
+        for name, divergence in diverged(view.fleet).items()
+    ]
 
 
 def _epoch(seconds: float | None) -> str | None:

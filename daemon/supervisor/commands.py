@@ -130,7 +130,7 @@ class DaemonCommands:
             now=now,
             wall=lambda at: datetime.fromtimestamp(wall_now - (now - at), UTC),
             fleet=reconciler.fleet,
-            prepared=reconciler.wanted.servers,
+            prepared=reconciler.in_force(),
             reports=reconciler.workers.reports,
             config=self._configuration.status,
             reload_mode=daemon.reload,

@@ -4,15 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from daemon.config.diff import Live, Replace, Start, Step, Stop
+from daemon.config.diff import Live, Replace, Start, Step, Stop, diff
 from daemon.config.prepare import PreparedServer
-from daemon.supervisor.plan import Adjust, Put, Remove
+from daemon.supervisor.plan import Adjust, Fleet, Put, Remove, diverged
 from daemon.supervisor.server import Address, Cause, Desired
 
 MANY = 4  # of this many running servers, an edit that takes away more than half is suspect
 
 Servers = Mapping[str, PreparedServer]
 DesiredOf = Callable[[PreparedServer], Desired]
+
+
+def steps(before: Servers, after: Servers, fleet: Fleet) -> tuple[Step, ...]:
+    """Return the steps from *before* to *after*, as they are for *fleet*.
+
+    Any change of the entry of a server that was rolled back tries that entry again, with a new worker.
+    """
+    rolled_back = diverged(fleet)
+    return tuple(
+        Replace(step.server, step.changes)
+        if isinstance(step, Live) and step.name in rolled_back
+        else step
+        for step in diff(before, after)
+    )
+
+
+def kept_addresses(steps: Sequence[Step], fleet: Fleet) -> Mapping[Address, str]:
+    """Return the addresses that rolled back servers keep through *steps*, whatever the file says."""
+    touched = {step.name for step in steps}
+    return {fleet.servers[name].address: name for name in diverged(fleet) if name not in touched}
 
 
 def changes(

@@ -9,14 +9,14 @@ time; whatever asks for one meanwhile gets one more after it, together: no reque
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from daemon.config import diff as differ
 from daemon.config.load import Loaded
-from daemon.config.prepare import Prepared
+from daemon.config.prepare import Prepared, PreparedServer
 from daemon.errors import ConfigError, Problem
 from daemon.supervisor import edits
 from daemon.supervisor.plan import Fleet
@@ -141,6 +141,7 @@ class Apply:
 
     loaded: Loaded
     prepared: Prepared
+    steps: tuple[differ.Step, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +232,7 @@ def _judge(
     intake: Intake, reading: Reading, facts: Facts, now: float
 ) -> tuple[Intake, tuple[Effect, ...]]:
     verdict = _verdict(reading, facts)
-    if isinstance(verdict, Apply) and _removes_much(verdict.prepared, facts):
+    if isinstance(verdict, Apply) and _removes_much(verdict.steps, facts):
         until = now + REMOVAL_CONFIRM_S
         return replace(intake, suspect=Suspect(reading, until)), (Doubt(),)
     return intake, (verdict,)
@@ -247,30 +248,44 @@ def _verdict(reading: Reading, facts: Facts) -> Refuse | Keep | Apply:
         differ.refuse_daemon_changes(facts.applied, prepared)
     except ConfigError as error:
         return Refuse(error.problems)
-    problems = _blocked(loaded, prepared, facts)
-    return Refuse(problems) if problems else Apply(loaded, prepared)
+    steps = edits.steps(facts.applied.servers, prepared.servers, facts.fleet)
+    starting = edits.to_run(steps, facts.desired)
+    problems = (*_blocked(loaded, starting, facts), *_collisions(loaded, starting, steps, facts))
+    return Refuse(problems) if problems else Apply(loaded, prepared, steps)
 
 
-def _blocked(loaded: Loaded, prepared: Prepared, facts: Facts) -> tuple[Problem, ...]:
-    """Return a problem for each server that would need a new worker and could not have one."""
-    before = facts.applied.servers
-    starting = edits.to_run(differ.diff(before, prepared.servers), facts.desired)
-    return tuple(
-        loaded.sources[server.name].problem("model", server.blocked.message, server.blocked.hint)
-        for server in edits.newly_blocked(starting, before)
-        if server.blocked is not None
-    )
+def _blocked(loaded: Loaded, starting: Sequence[PreparedServer], facts: Facts) -> Iterator[Problem]:
+    """Yield a problem for each server that would need a new worker and could not have one."""
+    for server in edits.newly_blocked(starting, facts.applied.servers):
+        if server.blocked is not None:
+            source = loaded.sources[server.name]
+            yield source.problem("model", server.blocked.message, server.blocked.hint)
 
 
-def _removes_much(prepared: Prepared, facts: Facts) -> bool:
+def _collisions(
+    loaded: Loaded, starting: Sequence[PreparedServer], steps: Sequence[differ.Step], facts: Facts
+) -> Iterator[Problem]:
+    """Yield a problem for each server that would move to where a rolled back one still listens."""
+    kept = edits.kept_addresses(steps, facts.fleet)
+    for server in edits.newly_addressed(starting, facts.applied.servers):
+        owner = kept.get(edits.address(server))
+        if owner is not None:
+            yield loaded.sources[server.name].problem(
+                "port",
+                f"port {server.spec.port} is used by {owner}, whose new section failed",
+                f"correct servers.{owner} in the same edit",
+            )
+
+
+def _removes_much(steps: Sequence[differ.Step], facts: Facts) -> bool:
     running = [it.name for it in facts.fleet.servers.values() if it.worker]
-    return edits.removes_much(differ.diff(facts.applied.servers, prepared.servers), running)
+    return edits.removes_much(steps, running)
 
 
 def _compare(reading: Reading, facts: Facts) -> Refuse | Show:
     match _verdict(reading, facts):
-        case Apply(_, prepared):
-            return Show(differ.diff(facts.applied.servers, prepared.servers))
+        case Apply(steps=steps):
+            return Show(steps)
         case Keep():
             return Show(())
         case refusal:

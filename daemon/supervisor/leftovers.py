@@ -1,6 +1,7 @@
 """Know the workers of an earlier daemon by identity, and end those that do not end by themselves.
 
-``workers.json`` holds pid and start time of every worker. After a crash of the daemon its workers
+``workers.json`` holds pid and start time of every worker, and the number of every server's last launch:
+numbers go on where an earlier daemon stopped. After a crash of the daemon its workers
 notice the end of the lease and exit; the next daemon waits for that before it launches anything of
 the same name, and helps those that are deaf.
 """
@@ -12,6 +13,7 @@ import contextlib
 import json
 import os
 import signal
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -59,20 +61,34 @@ class Register:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._workers: dict[str, Identity] = {}
+        document = read_json(path)
+        self._found = document if isinstance(document, dict) else {}
+        launches = self._found.get("launches")
+        self._launches = {
+            name: number
+            for name, number in (launches.items() if isinstance(launches, dict) else ())
+            if isinstance(number, int)
+        }
+
+    @property
+    def launched(self) -> Mapping[str, int]:
+        """The number of every server's last launch, by this daemon or an earlier one."""
+        return self._launches
 
     def earlier(self) -> list[Identity]:
         """Return the workers of an earlier daemon that still live."""
-        document = read_json(self._path)
         found = []
-        for entry in document if isinstance(document, list) else ():
+        entries = self._found.get("workers")
+        for entry in entries if isinstance(entries, list) else ():
             with contextlib.suppress(TypeError, AttributeError):
                 identity = Identity(**entry)
                 if identity.alive():
                     found.append(identity)
         return found
 
-    def add(self, name: str, pid: int, nonce: str) -> None:
+    def add(self, name: str, pid: int, nonce: str, launch: int) -> None:
         """Record a worker that was just spawned."""
+        self._launches[name] = launch
         with contextlib.suppress(psutil.Error):  # gone already: nothing to leave behind
             started = psutil.Process(pid).create_time()
             self._workers[name] = Identity(name, pid, started, nonce)
@@ -89,7 +105,8 @@ class Register:
         self._write()
 
     def _write(self) -> None:
-        document = [asdict(it) for it in self._workers.values()]
+        workers = [asdict(it) for it in self._workers.values()]
+        document = {"workers": workers, "launches": self._launches}
         try:
             write_private(self._path, json.dumps(document, indent=1).encode())
         except OSError as error:  # a full disk: the lease still ends these workers with the daemon

@@ -19,6 +19,7 @@ from typing import assert_never
 from daemon.config.spec import ServerSpec
 from daemon.config.wire import PROTOCOL
 from daemon.errors import WorkerExit
+from daemon.supervisor import rollback
 from daemon.supervisor.events import (
     Beat,
     Block,
@@ -47,7 +48,16 @@ from daemon.supervisor.events import (
     Unblock,
     Update,
 )
-from daemon.supervisor.server import Cause, Desired, Ending, LastExit, Server, State, Worker
+from daemon.supervisor.server import (
+    Cause,
+    Desired,
+    Ending,
+    LastExit,
+    Section,
+    Server,
+    State,
+    Worker,
+)
 
 SPAWN_TIMEOUT_S = 30.0  # an interpreter that has not said hello by then is not going to
 RECHECK_S = 5.0  # how often a port that blocks a server is tried again
@@ -121,7 +131,7 @@ def _start(server: Server, now: float) -> Result:
     server = _forgiven(replace(server, desired=Desired.RUNNING))
     if server.worker is not None or server.queued:
         return server, ()  # one that is on its way out is followed by another
-    return _queue(server, now)
+    return _queue(rollback.retried(server), now)
 
 
 def _stop(server: Server, now: float) -> Result:
@@ -133,18 +143,20 @@ def _stop(server: Server, now: float) -> Result:
 
 
 def _restart(server: Server, now: float) -> Result:
-    server = _forgiven(replace(server, desired=Desired.RUNNING))
+    server = _forgiven(replace(rollback.retried(server), desired=Desired.RUNNING))
     if server.worker is not None:
         return _end(server, server.worker, "restart", now)
     return (server, ()) if server.queued else _queue(server, now)
 
 
 def _replace(server: Server, spec: ServerSpec, spec_hash: str, now: float) -> Result:
-    server = _forgiven(replace(server, spec=spec, spec_hash=spec_hash))
+    in_force = server.spec
+    server = _forgiven(rollback.replaced(server, Section(spec, spec_hash)))
     worker = server.worker
+    if worker is not None and worker.spec_hash == spec_hash and worker.ending is None:
+        return _update(server, spec) if spec != in_force else (server, ())
     if worker is not None:
-        same = worker.spec_hash == spec_hash and worker.ending is None
-        return (server, ()) if same else _end(server, worker, "replace", now)
+        return _end(server, worker, "replace", now)
     if server.desired is Desired.STOPPED or server.queued:
         return server, ()
     return _queue(server, now)
@@ -200,7 +212,7 @@ def _spawn_failed(server: Server, worker: Worker, event: SpawnFailed, now: float
         return _queue(gone, now)
     if event.cause.code in BLOCKING:
         return _blocked(gone, event.cause, now), ()
-    return _back_off(gone, event.cause, event.jitter, now)
+    return _roll_back(gone, _back_off(gone, event.cause, event.jitter, now), now)
 
 
 Heard = Spawned | SpawnFailed | Hello | Progress | Ready | Beat | Garbled | Exited
@@ -255,7 +267,7 @@ def _ready(server: Server, worker: Worker, event: Ready, now: float) -> Result:
     if server.state is not State.LOADING:
         return server, ()
     ready = replace(worker, fraction=1.0, ready_at=now, moved_at=now)
-    return _enter(_with(server, ready), State.READY, now), ()
+    return _enter(rollback.proven(_with(server, ready)), State.READY, now), ()
 
 
 def _beat(server: Server, worker: Worker, generation: int, now: float) -> Result:
@@ -306,30 +318,47 @@ def _exited(server: Server, worker: Worker, event: Exited, now: float) -> Result
     gone = replace(server, worker=None, last_exit=last)
     if server.desired is Desired.STOPPED:
         return _enter(gone, State.STOPPED, now), ()
+    if worker.ending in ("stop", "restart", "replace"):
+        return _queue(gone, now)
+    failed = _failed(gone, worker, event, now)
+    return failed if worker.ready_at is not None else _roll_back(gone, failed, now)
+
+
+def _roll_back(gone: Server, failed: Result, now: float) -> Result:
+    """Return what becomes of a server whose new section was not ready when its worker ended."""
+    cause = failed[0].cause
+    back = None if cause is None else rollback.rolled_back(gone, cause, now)
+    if back is None:
+        return failed
+    back = replace(_forgiven(back), restarts_total=back.restarts_total + 1)
+    return _queue(back, now)
+
+
+def _failed(server: Server, worker: Worker, event: Exited, now: float) -> Result:
+    """Return what becomes of a server whose worker is gone although it was to run."""
     match worker.ending:
-        case "stop" | "restart" | "replace":
-            return _queue(gone, now)
         case "protocol":
             message = f"the worker broke the protocol: {worker.ending_message}"
             hint = "worker and daemon may be of two versions: restart the daemon"
-            return _fail(gone, Cause("protocol", message, hint), now)
+            return _fail(server, Cause("protocol", message, hint), now)
         case "stalled":
             message = f"the engine did not move for {now - worker.moved_at:.0f} s"
-            return _back_off(gone, Cause("stalled", message), event.jitter, now)
+            return _back_off(server, Cause("stalled", message), event.jitter, now)
         case "load_stalled":
             message = f"loading did not move on for {now - worker.moved_at:.0f} s"
-            return _back_off(gone, Cause("load_stalled", message), event.jitter, now)
+            return _back_off(server, Cause("load_stalled", message), event.jitter, now)
         case "spawn_timeout":
             message = f"the worker said nothing for {SPAWN_TIMEOUT_S:.0f} s"
-            return _back_off(gone, Cause("spawn_timeout", message), event.jitter, now)
+            return _back_off(server, Cause("spawn_timeout", message), event.jitter, now)
         case None:
-            return _exited_by_itself(gone, last, event, now)
+            return _exited_by_itself(server, event, now)
         case _:
-            assert_never(worker.ending)
+            raise ValueError(f"a worker that ends for {worker.ending} has not failed")
 
 
-def _exited_by_itself(server: Server, last: LastExit, event: Exited, now: float) -> Result:
-    cause = Cause(last.classified, event.fatal or _describe(event.code), event.hint)
+def _exited_by_itself(server: Server, event: Exited, now: float) -> Result:
+    code = server.last_exit.classified if server.last_exit else "crashed"
+    cause = Cause(code, event.fatal or _describe(event.code), event.hint)
     match event.code:
         case WorkerExit.BAD_CONFIG:
             return _fail(server, cause, now)

@@ -76,6 +76,7 @@ class _Daemon:
             log_path=self._log_path,
             clock=time.monotonic,
             leftovers={it.name: it.pid for it in self._earlier},
+            launched=dict(self._register.launched),
             turned=self._turned,
             recheck=lambda: self._configuration.recheck(),
         )

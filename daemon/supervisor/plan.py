@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from daemon.config.spec import ServerSpec
 from daemon.supervisor import events, lifecycle
 from daemon.supervisor.events import Effect
-from daemon.supervisor.server import Address, Cause, Desired, Server, State
+from daemon.supervisor.server import Address, Cause, Desired, Divergence, Server, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,8 @@ class Fleet:
     """server → servers whose memory it waits for."""
     leftovers: Mapping[str, int] = field(default_factory=dict)
     """server → pid of a worker of an earlier daemon; nothing of that name is launched while it lives."""
+    launched: Mapping[str, int] = field(default_factory=dict)
+    """server → the number of its last launch, for servers that come (back): numbers only grow."""
     closing: bool = False
 
 
@@ -141,6 +143,22 @@ def wake_at(fleet: Fleet) -> float | None:
     )
 
 
+def sections(fleet: Fleet) -> frozenset[tuple[str, str]]:
+    """Return name and spec hash of every section that a worker may be started from."""
+    found = set()
+    for server in fleet.servers.values():
+        wanted = None if server.divergence is None else server.divergence.wanted
+        for section in (server.section, server.previous, wanted):
+            if section is not None:
+                found.add((server.name, section.spec_hash))
+    return frozenset(found)
+
+
+def diverged(fleet: Fleet) -> Mapping[str, Divergence]:
+    """Return the servers that run their previous section, in the order of the file."""
+    return {it.name: it.divergence for it in fleet.servers.values() if it.divergence is not None}
+
+
 def settled(fleet: Fleet) -> bool:
     """Whether no process is left; a closing daemon may end."""
     return all(server.worker is None for server in fleet.servers.values())
@@ -178,11 +196,25 @@ class _Turn:
                     self._put_entry(change, freed)
                 case Adjust(name, spec):
                     self.tell(name, events.Update(spec))
+        self._forget_given_away()
+
+    def _forget_given_away(self) -> None:
+        """Nobody goes back to a section whose address another server has now."""
+        for server in self.fleet.servers.values():
+            previous = server.previous
+            if previous is not None and any(
+                other.address == previous.address
+                for other in self.fleet.servers.values()
+                if other is not server
+            ):
+                self._put(replace(server, previous=None))
 
     def _put_entry(self, change: Put, freed: frozenset[str]) -> None:
         name = change.name
         if name not in self.fleet.servers:
-            self._put(Server(name, change.spec, change.spec_hash, since=self.now))
+            launches = self.fleet.launched.get(name, 0)
+            new = Server(name, change.spec, change.spec_hash, since=self.now, launches=launches)
+            self._put(new)
             self.fleet = replace(self.fleet, waits={**self.fleet.waits, name: freed})
         self._unremove({name})
         if change.desired is Desired.STOPPED:
@@ -199,7 +231,8 @@ class _Turn:
         gone = {name for name in self.fleet.removed & servers.keys() if not servers[name].worker}
         if gone:
             left = {name: it for name, it in servers.items() if name not in gone}
-            self.fleet = replace(self.fleet, servers=left)
+            launched = {**self.fleet.launched, **{name: servers[name].launches for name in gone}}
+            self.fleet = replace(self.fleet, servers=left, launched=launched)
             self._unremove(gone)
 
     def _unremove(self, names: Set[str]) -> None:

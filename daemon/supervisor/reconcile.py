@@ -65,11 +65,13 @@ class Reconciler:
         log_path: Callable[[str, DaemonSpec], Path],
         clock: Callable[[], float],
         leftovers: Mapping[str, int],
+        launched: Mapping[str, int],
         turned: Callable[[], None],
         recheck: Callable[[], None],
     ) -> None:
-        self.fleet = Fleet(boot=secrets.token_hex(16), leftovers=leftovers)
+        self.fleet = Fleet(boot=secrets.token_hex(16), leftovers=leftovers, launched=launched)
         self.wanted = Wanted()
+        self._sections: dict[tuple[str, str], PreparedServer] = {}
         self._sockets = sockets
         self._profiles = profiles
         self._log_path = log_path
@@ -87,6 +89,11 @@ class Reconciler:
     def tell(self, event: plan.Event) -> None:
         """Put *event* in the queue."""
         self._queue.put_nowait(_Job(event))
+
+    def in_force(self) -> Mapping[str, PreparedServer]:
+        """Return every server as it runs, or would: that of a rolled back one is its previous section."""
+        servers = self.fleet.servers.items()
+        return {name: self._sections[name, server.spec_hash] for name, server in servers}
 
     async def submit(self, event: plan.Event, wanted: Wanted | None = None) -> None:
         """Put *event* in the queue and wait until it is dealt with; *wanted* is in force from then on."""
@@ -120,7 +127,11 @@ class Reconciler:
         before = self.fleet
         if job.wanted is not None:
             self.wanted = job.wanted
+            self._sections |= {(it.name, it.spec_hash): it for it in job.wanted.servers.values()}
         self.fleet, effects = plan.step(before, job.event, self._clock())
+        if job.wanted is not None:
+            kept = plan.sections(self.fleet)
+            self._sections = {key: it for key, it in self._sections.items() if key in kept}
         self._log_changes(before)
         await self._arrange_sockets()
         for effect in effects:
@@ -142,8 +153,9 @@ class Reconciler:
             case events.SendDrain(name, launch, timeout_s):
                 self.workers.send(name, launch, wire.Drain(timeout_s=timeout_s))
             case events.SendLive(name, launch):
-                server = self.wanted.servers[name]
-                self.workers.send(name, launch, live_message(server))
+                server = self.fleet.servers[name]
+                live = live_message(self._sections[name, server.spec_hash])
+                self.workers.send(name, launch, live)
             case events.SendSignal(name, launch, signal):
                 self.workers.signal(name, launch, signal)
             case events.Recheck(name):
@@ -152,11 +164,12 @@ class Reconciler:
                 assert_never(effect)
 
     def _spawn(self, name: str, launch: int, nonce: str) -> None:
-        prepared, daemon = self.wanted.servers[name], self.wanted.daemon
+        server, daemon = self.fleet.servers[name], self.wanted.daemon
+        prepared = self._sections[name, server.spec_hash]
         if prepared.blocked is not None:
             self.workers.refuse(name, launch, Cause(*prepared.blocked))
             return
-        address = self.fleet.servers[name].address
+        address = server.address
         listener = self._sockets.get(address)
         if listener is None:
             self.workers.refuse(name, launch, _port_in_use(self._refused[address]))
@@ -200,6 +213,9 @@ def _log_change(log: FilteringBoundLogger, before: Server, after: Server) -> Non
         log.info("worker.exited", exit_code=exit_.code, classified=exit_.classified)
     if before.state is State.DRAINING and after.state is State.STOPPING:
         log.warning("worker.drain_timed_out", drain_s=before.spec.drain_timeout)
+    if after.divergence is not None and after.divergence is not before.divergence:
+        failed = after.divergence.cause
+        log.error("server.rolled_back", code=failed.code, reason=failed.message)
     if after.state is before.state:
         return
     match after.state:

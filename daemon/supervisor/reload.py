@@ -127,7 +127,8 @@ class Configuration:
     async def start_first(self) -> None:
         """Start what `read_first` has found."""
         faults = self.status.problems
-        await self._apply(self._applied, {})
+        steps = differ.diff({}, self._applied.servers)
+        await self._apply(self._applied, {}, steps)
         if faults:
             self.status = replace(self.status, state="stale", hash_on_disk=None, problems=faults)
             self._log.error("config.stale", problems=[str(it) for it in faults])
@@ -191,7 +192,7 @@ class Configuration:
         loaded, _ = await self._read()
         prepared = await self._prepare(_right(loaded))
         differ.refuse_daemon_changes(self._applied, prepared)
-        return differ.diff(self._applied.servers, prepared.servers)
+        return edits.steps(self._applied.servers, prepared.servers, self._reconciler.fleet)
 
     def _nudge(self) -> None:
         self._nudged = True
@@ -253,8 +254,8 @@ class Configuration:
                 self._end_pass(self._unchanged(loaded))
             case intake.Refuse(problems):
                 self._end_pass(self._refuse(ConfigError(problems)))
-            case intake.Apply(loaded, prepared):
-                self._end_pass(await self._put_in_force(loaded, prepared))
+            case intake.Apply():
+                self._end_pass(await self._put_in_force(effect))
             case _:
                 assert_never(effect)
         return []
@@ -330,18 +331,18 @@ class Configuration:
             self._log.error("config.rejected", problems=[str(it) for it in error.problems])
         return error
 
-    async def _put_in_force(self, loaded: Loaded, prepared: Prepared) -> Verdict | ConfigError:
-        before = self._applied.servers
-        starting = edits.to_run(differ.diff(before, prepared.servers), self._desired_of)
+    async def _put_in_force(self, edit: intake.Apply) -> Verdict | ConfigError:
+        loaded = edit.loaded
         try:
-            self._reserve_addresses(loaded, starting)
+            self._reserve_addresses(loaded, edits.to_run(edit.steps, self._desired_of))
         except ConfigError as error:
             return self._refuse(error)
         self._loaded = loaded
         try:
-            return Verdict("applied", await self._apply(prepared, before), loaded.warnings)
+            await self._apply(edit.prepared, self._applied.servers, edit.steps)
         except Exception as error:  # noqa: BLE001 - a defect of ours must not end what runs
             return self._refuse(self._failed(error))
+        return Verdict("applied", edit.steps, loaded.warnings)
 
     def _reserve_addresses(self, loaded: Loaded, servers: Sequence[PreparedServer]) -> None:
         """Hold every address that is new in this edit, before anything is stopped for it."""
@@ -356,9 +357,10 @@ class Configuration:
             self._sockets.settle()
             raise ConfigError(problems)
 
-    async def _apply(self, prepared: Prepared, before: edits.Servers) -> tuple[differ.Step, ...]:
-        """Put *prepared* in force in the place of *before*; return the steps."""
-        steps = differ.diff(before, prepared.servers)
+    async def _apply(
+        self, prepared: Prepared, before: edits.Servers, steps: Sequence[differ.Step]
+    ) -> None:
+        """Put *prepared* in force in the place of *before*, by *steps*."""
         changes = edits.changes(steps, before, prepared.servers, self._desired_of)
         await self._submit(prepared, changes)
         self._sockets.settle()
@@ -382,7 +384,6 @@ class Configuration:
         if prepared.warnings:
             self._log.warning("config.loaded", warnings=list(self.status.warnings))
         self._log.info("plan.applied", steps=[str(step) for step in steps])
-        return steps
 
     async def _submit(
         self, prepared: Prepared, changes: tuple[plan.Remove | plan.Put | plan.Adjust, ...]

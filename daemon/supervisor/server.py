@@ -57,6 +57,28 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
+class Section:
+    """An entry of servers.yaml as a worker is started from it."""
+
+    spec: ServerSpec
+    spec_hash: str
+
+    @property
+    def address(self) -> Address:
+        """Where a worker of this section listens."""
+        return Address(self.spec.host, self.spec.port)
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """A server runs its previous section: *wanted* is the file's, *cause* why it did not become ready."""
+
+    wanted: Section
+    cause: Cause
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
 class LastExit:
     """How the last worker of a server ended; *code* is negative for a signal, as subprocess has it."""
 
@@ -94,7 +116,7 @@ class Worker:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One entry of servers.yaml and what has become of it."""
+    """One entry of servers.yaml and what has become of it; *spec* is the section in force."""
 
     name: str
     spec: ServerSpec
@@ -113,6 +135,14 @@ class Server:
     """When restarts after a failure were decided, within the window."""
     restarts_total: int = 0
     last_exit: LastExit | None = None
+    previous: Section | None = None
+    """Was ready before the section in force, which has not been yet: what a failed load goes back to."""
+    divergence: Divergence | None = None
+
+    @property
+    def section(self) -> Section:
+        """What the next worker is started from."""
+        return Section(self.spec, self.spec_hash)
 
     @property
     def address(self) -> Address:

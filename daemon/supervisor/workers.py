@@ -74,7 +74,7 @@ class Workers:
             message = f"cannot start {command[0]}: {error.strerror}"
             self.refuse(spec.name, spec.launch, Cause("spawn_failed", message))
             return
-        self._register.add(spec.name, child.pid, spec.nonce)
+        self._register.add(spec.name, child.pid, spec.nonce, spec.launch)
         self._children[spec.name, spec.launch] = child
         report = self.reports[spec.name] = Report(spec.launch)
         self._log.info(

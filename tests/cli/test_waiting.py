@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -49,12 +50,18 @@ def test_a_server_that_left_the_file_has_been_stopped() -> None:
 class Script(Client):
     """A daemon whose server goes through the given states, one for each look."""
 
-    def __init__(self, *servers: ServerStatus | None) -> None:
+    def __init__(
+        self, *servers: ServerStatus | None, divergent: Sequence[dict[str, object]] = ()
+    ) -> None:
         self._servers = list(servers)
+        self.divergent = divergent
 
     def status(self) -> Any:
         found = self._servers.pop(0) if len(self._servers) > 1 else self._servers[0]
-        return {"servers": [] if found is None else [found]}
+        return {
+            "servers": [] if found is None else [found],
+            "config": {"divergent": self.divergent},
+        }
 
 
 def test_a_failure_ends_the_wait_with_its_last_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,6 +83,19 @@ def test_the_time_is_up_while_it_still_goes_on() -> None:
     with pytest.raises(InProgressError, match="chat is loading") as error:
         wait(Script(server("loading")), "start", {"chat": 0}, 0)
     assert error.value.exit_code == 5
+
+
+ROLLED_BACK = {"server": "chat", "reason": "exited with 1", "hint": None}
+
+
+def test_a_server_that_went_back_to_its_previous_section_is_no_success() -> None:
+    with pytest.raises(TqdError, match=r"previous section.*: exited with 1") as error:
+        wait(Script(server("ready", 3), divergent=[ROLLED_BACK]), "restart", {"chat": 1}, 10)
+    assert "`tqd restart chat`" in str(error.value.hint)
+
+
+def test_a_start_of_what_runs_rolled_back_already_is_done() -> None:
+    wait(Script(server("ready", 1), divergent=[ROLLED_BACK]), "start", {"chat": 1}, 10)
 
 
 def test_a_signal_is_told_as_one() -> None:

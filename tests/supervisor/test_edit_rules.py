@@ -11,8 +11,8 @@ from daemon.config.prepare import Blocked, PreparedServer
 from daemon.config.spec import ServerSpec
 from daemon.policy.spec import KvRequest
 from daemon.supervisor import edits
-from daemon.supervisor.plan import Adjust, Put, Remove
-from daemon.supervisor.server import Cause, Desired
+from daemon.supervisor.plan import Adjust, Fleet, Put, Remove
+from daemon.supervisor.server import Address, Cause, Desired, Divergence, Section, Server
 
 KV = KvRequest(
     policy="balanced", k="int8", v="turbo4", explicit=False, boundary_v=0, boundary_mode="int8",
@@ -51,6 +51,29 @@ def test_each_step_becomes_a_change_of_the_fleet() -> None:
         Put("new", after["new"].spec, "1", Desired.RUNNING),
         Adjust("live", after["live"].spec),
     )
+
+
+def test_any_change_of_a_rolled_back_server_tries_it_again_with_a_new_worker() -> None:
+    before, after = table(server("a")), table(server("a", labels={"x": "y"}))
+    assert [str(it) for it in edits.steps(before, after, Fleet("boot"))] == [
+        "live a: labels.x null → y"
+    ]
+    rolled_back = Fleet("boot", {"a": rolled_back_to(8081)})
+    assert [str(it) for it in edits.steps(before, after, rolled_back)] == [
+        "restart a: labels.x null → y"
+    ]
+
+
+def test_a_rolled_back_server_keeps_its_address_until_an_edit_names_it() -> None:
+    fleet = Fleet("boot", {"a": rolled_back_to(9)})
+    assert edits.kept_addresses((), fleet) == {Address("127.0.0.1", 9): "a"}
+    assert edits.kept_addresses((Stop("a"),), fleet) == {}
+
+
+def rolled_back_to(port: int) -> Server:
+    wanted = Section(ServerSpec(model="m", port=8081), "new")
+    divergence = Divergence(wanted, Cause("crashed", "why"), 0.0)
+    return Server("a", ServerSpec(model="m", port=port), "old", divergence=divergence)
 
 
 def test_a_disabled_entry_is_shown_but_not_run() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from daemon.config.diff import diff
 from daemon.config.prepare import Blocked, Prepared, PreparedServer
 from daemon.config.spec import DaemonSpec, ServerSpec
 from daemon.errors import Problem
@@ -42,6 +43,9 @@ def server(name: str, version: str = "1", **keys: object) -> PreparedServer:
 
 ONE = prepared(server("a"), content="one")
 TWO = prepared(server("a"), server("b", port=8082), content="two")
+NOTHING = prepared(content="nothing")
+APPLY_TWO = Apply(loaded(TWO), TWO, diff(ONE.servers, TWO.servers))
+APPLY_NOTHING = Apply(loaded(NOTHING), NOTHING, diff(ONE.servers, {}))
 
 
 @dataclass
@@ -106,7 +110,7 @@ def test_a_file_is_read_when_two_looks_agree_that_it_has_changed() -> None:
     desk.file = 2  # still being written
     assert desk.look() == ()
     assert desk.look() == (Read(),)
-    assert desk.read(TWO) == (Apply(loaded(TWO), TWO),)
+    assert desk.read(TWO) == (APPLY_TWO,)
     assert desk.look() == ()
 
 
@@ -157,7 +161,7 @@ def test_requests_during_a_reading_become_one_more_reading() -> None:
     assert desk.tell(Asked()) == (Read(),)
     assert desk.tell(Asked()) == ()
     assert desk.tell(Asked()) == ()
-    assert desk.read(TWO) == (Apply(loaded(TWO), TWO), Read())
+    assert desk.read(TWO) == (APPLY_TWO, Read())
     assert desk.read(None) == (Keep(loaded(ONE)),)
 
 
@@ -173,9 +177,6 @@ def test_a_look_during_a_reading_decides_nothing() -> None:
     assert desk.look() == (Read(),)
 
 
-NOTHING = prepared(content="nothing")
-
-
 def test_an_edit_that_removes_everything_is_applied_when_no_newer_file_comes() -> None:
     desk = Desk(running=("a",))
     desk.tell(Asked())
@@ -183,7 +184,7 @@ def test_an_edit_that_removes_everything_is_applied_when_no_newer_file_comes() -
     effects: tuple[intake.Effect, ...] = ()
     while not effects:
         effects = desk.look()
-    assert effects == (Apply(loaded(NOTHING), NOTHING),)
+    assert effects == (APPLY_NOTHING,)
     assert desk.now == intake.REMOVAL_CONFIRM_S
 
 
@@ -195,7 +196,7 @@ def test_a_newer_file_takes_the_place_of_one_that_removes_much(mode: str) -> Non
     desk.file = 1
     desk.look()
     assert desk.look() == (Read(),)
-    assert desk.read(TWO) == (Apply(loaded(TWO), TWO),)
+    assert desk.read(TWO) == (APPLY_TWO,)
 
 
 def test_requests_wait_for_the_end_of_a_doubt() -> None:
@@ -204,7 +205,7 @@ def test_requests_wait_for_the_end_of_a_doubt() -> None:
     desk.read(NOTHING)
     assert desk.tell(Asked()) == ()
     desk.now = intake.REMOVAL_CONFIRM_S
-    assert desk.look() == (Apply(loaded(NOTHING), NOTHING), Read())
+    assert desk.look() == (APPLY_NOTHING, Read())
 
 
 def test_a_server_that_could_not_start_refuses_the_edit_with_its_place() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -107,7 +108,7 @@ def sleeper(*, deaf: bool = False) -> subprocess.Popen[bytes]:
 
 def test_a_left_over_is_known_by_pid_and_start_time(tmp_path: Path) -> None:
     process = sleeper()
-    Register(tmp_path / "workers.json").add("chat", process.pid, "n")
+    Register(tmp_path / "workers.json").add("chat", process.pid, "n", 4)
     (found,) = Register(tmp_path / "workers.json").earlier()
     assert (found.name, found.pid, found.nonce) == ("chat", process.pid, "n")
 
@@ -119,10 +120,21 @@ def test_a_left_over_is_known_by_pid_and_start_time(tmp_path: Path) -> None:
     assert Register(tmp_path / "workers.json").earlier() == []
 
 
-@pytest.mark.parametrize("content", ["", "{}", "[1]", '[{"name": "a"}]'])
+def test_launch_numbers_outlive_the_worker_and_the_daemon(tmp_path: Path) -> None:
+    register = Register(tmp_path / "workers.json")
+    register.add("chat", os.getpid(), "n", 4)
+    register.drop(os.getpid())
+    assert Register(tmp_path / "workers.json").launched == {"chat": 4}
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{}", "[1]", '{"workers": [1, {"name": "a"}], "launches": 3}', '{"launches": {"a": "b"}}'],
+)
 def test_a_damaged_register_is_an_empty_one(tmp_path: Path, content: str) -> None:
     (tmp_path / "workers.json").write_text(content)
-    assert Register(tmp_path / "workers.json").earlier() == []
+    register = Register(tmp_path / "workers.json")
+    assert (register.earlier(), register.launched) == ([], {})
 
 
 @pytest.mark.parametrize(("deaf", "how"), [(False, "SIGTERM"), (True, "SIGKILL")])
