@@ -60,7 +60,7 @@ class Replace:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A server to run that did not: a new entry, or one that was disabled."""
+    """A server to run that did not have to: a new entry, or one that was disabled or had no autostart."""
 
     server: PreparedServer
     changes: tuple[Change, ...] = ()
@@ -116,6 +116,8 @@ def _step(before: PreparedServer | None, after: PreparedServer | None) -> Step |
         return Stop(before.name) if before is not None and before.spec.enabled else None
     if before is None:
         return Start(after) if after.spec.enabled else None
+    if before == after:
+        return None  # without a look at every key: most servers of most edits
     changes = tuple(_changes(before, after))
     match before.spec.enabled, after.spec.enabled:
         case True, False:
@@ -124,6 +126,8 @@ def _step(before: PreparedServer | None, after: PreparedServer | None) -> Step |
             return Start(after, changes)
         case True, True if before.spec_hash != after.spec_hash:
             return Replace(after, changes)
+        case True, True if after.spec.autostart and not before.spec.autostart:
+            return Start(after, changes)
         case _:
             return Live(after, changes) if changes else None
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from daemon.config.diff import Live, Replace, Start, Step, Stop, diff
 from daemon.config.prepare import PreparedServer
 from daemon.supervisor.plan import Adjust, Fleet, Put, Remove, diverged
-from daemon.supervisor.server import Address, Cause, Desired
+from daemon.supervisor.server import Address, Cause, Desired, State
 
 MANY = 4  # of this many running servers, an edit that takes away more than half is suspect
 
@@ -73,6 +73,17 @@ def removes_much(steps: Sequence[Step], running: Collection[str]) -> bool:
     if not ended:
         return False
     return len(ended) == len(running) or (len(running) >= MANY and len(ended) * 2 > len(running))
+
+
+def freed(found: Servers, fleet: Fleet) -> list[PreparedServer]:
+    """Return those of *found* that are blocked no more, as far as their files can tell."""
+    return [
+        server
+        for server in found.values()
+        if server.blocked is None
+        and server.name in fleet.servers
+        and fleet.servers[server.name].state is State.BLOCKED
+    ]
 
 
 def address(server: PreparedServer) -> Address:

@@ -35,10 +35,11 @@ class Reading:
     """What one reading of the files has given.
 
     *problems*, or *loaded* and what it means; *prepared* is None when that is in force already. *seen* is
-    a look at the files from before they were read.
+    a look at the files from before they were read, *still* whether they looked the same afterwards.
     """
 
     seen: Look
+    still: bool = True
     loaded: Loaded | None = None
     prepared: Prepared | None = None
     problems: tuple[Problem, ...] = ()
@@ -62,6 +63,8 @@ class Intake:
     moving: Look | None = None
     """The newest look, which differs from *seen* and may differ from the next."""
     reading: bool = False
+    rested: bool = False
+    """Whether the reading that is out is of files at rest, which must not have moved before its end."""
     pending: Literal["read", "compare"] | None = None
     suspect: Suspect | None = None
 
@@ -166,6 +169,9 @@ def step(intake: Intake, event: Event, facts: Facts, now: float) -> Result:
             return _looked(replace(intake, looked_at=now), look, facts, now)
         case Asked():
             return _want(intake, "read")
+        case Arrived(reading) | Compared(reading) if _has_moved(intake, reading):
+            later = now + SETTLE_S
+            return _next(replace(intake, reading=False, rested=False, look_at=later), ())
         case Arrived(reading):
             intake = _followed(intake, reading, now)
             intake, verdict = _judge(intake, reading, facts, now)
@@ -185,13 +191,13 @@ def _nudged(intake: Intake, now: float) -> Intake:
 def _looked(intake: Intake, look: Look, facts: Facts, now: float) -> Result:
     later = replace(intake, look_at=now + POLL_S)
     mode = facts.applied.daemon.reload
-    if mode == "off" or intake.reading:
+    if mode == "off" or intake.reading or facts.fleet.closing:
         return later, ()
     if look == intake.seen:
         return _confirm(replace(later, moving=None), facts, now)
     if look != intake.moving:
         return replace(intake, moving=look, look_at=now + SETTLE_S), ()
-    rested = replace(later, seen=look, moving=None)
+    rested = replace(later, seen=look, moving=None, rested=True)
     if intake.suspect is not None:
         return _next(replace(rested, suspect=None, pending="read"), ())
     return _want(rested, "read" if mode == "auto" else "compare")
@@ -206,6 +212,12 @@ def _confirm(intake: Intake, facts: Facts, now: float) -> Result:
         return replace(intake, look_at=min(intake.look_at, suspect.until)), ()
     verdict = _verdict(suspect.reading, facts)
     return _next(replace(intake, suspect=None), (verdict,))
+
+
+def _has_moved(intake: Intake, reading: Reading) -> bool:
+    """Whether somebody wrote again between the last look and the end of the reading: it may be half a file."""
+    same = all(reading.seen.get(path) == stat for path, stat in intake.seen.items())
+    return intake.rested and not (same and reading.still)
 
 
 def _want(intake: Intake, what: Literal["read", "compare"]) -> Result:
@@ -224,7 +236,13 @@ def _next(intake: Intake, verdict: tuple[Effect, ...]) -> Result:
 def _followed(intake: Intake, reading: Reading, now: float) -> Intake:
     """Return *intake* as it waits for something newer than *reading*."""
     return replace(
-        intake, seen=reading.seen, moving=None, reading=False, suspect=None, look_at=now + POLL_S
+        intake,
+        seen=reading.seen,
+        moving=None,
+        reading=False,
+        rested=False,
+        suspect=None,
+        look_at=now + POLL_S,
     )
 
 
@@ -232,7 +250,7 @@ def _judge(
     intake: Intake, reading: Reading, facts: Facts, now: float
 ) -> tuple[Intake, tuple[Effect, ...]]:
     verdict = _verdict(reading, facts)
-    if isinstance(verdict, Apply) and _removes_much(verdict.steps, facts):
+    if isinstance(verdict, Apply) and _removes_much(verdict, facts):
         until = now + REMOVAL_CONFIRM_S
         return replace(intake, suspect=Suspect(reading, until)), (Doubt(),)
     return intake, (verdict,)
@@ -240,6 +258,9 @@ def _judge(
 
 def _verdict(reading: Reading, facts: Facts) -> Refuse | Keep | Apply:
     loaded, prepared = reading.loaded, reading.prepared
+    if facts.fleet.closing:
+        late = "the daemon is shutting down: nothing is applied any more"
+        return Refuse((Problem(str(facts.applied.path), 0, 0, "", late),))
     if loaded is None:
         return Refuse(reading.problems)
     if prepared is None:
@@ -277,9 +298,11 @@ def _collisions(
             )
 
 
-def _removes_much(steps: Sequence[differ.Step], facts: Facts) -> bool:
-    running = [it.name for it in facts.fleet.servers.values() if it.worker]
-    return edits.removes_much(steps, running)
+def _removes_much(edit: Apply, facts: Facts) -> bool:
+    if facts.applied.servers and not edit.prepared.servers:
+        return True  # even if none runs: what the user wants of each is kept with its entry
+    running = [it.name for it in facts.fleet.servers.values() if it.serving]
+    return edits.removes_much(edit.steps, running)
 
 
 def _compare(reading: Reading, facts: Facts) -> Refuse | Show:

@@ -277,14 +277,15 @@ class Configuration:
 
     async def _read_and_prepare(self) -> intake.Reading:
         loaded, seen = await self._read()
+        still = await asyncio.to_thread(look, tuple(seen)) == seen
         if isinstance(loaded, RejectedError):
-            return intake.Reading(seen, problems=loaded.problems)
+            return intake.Reading(seen, still, problems=loaded.problems)
         if loaded.content_hash == self._applied.content_hash and not await self._new_evidence():
-            return intake.Reading(seen, loaded)
+            return intake.Reading(seen, still, loaded)
         try:
-            return intake.Reading(seen, loaded, await self._prepare(loaded))
+            return intake.Reading(seen, still, loaded, await self._prepare(loaded))
         except ConfigError as error:
-            return intake.Reading(seen, problems=error.problems)
+            return intake.Reading(seen, still, problems=error.problems)
 
     def _failed(self, error: Exception) -> ConfigError:
         self._log.exception("config.failed")
@@ -408,12 +409,12 @@ class Configuration:
                 cause = Cause("model_fault", str(error))
                 self._reconciler.post(name, events.Block(cause))
             return
-        free = {name: it for name in self._blocked() if not (it := found.servers[name]).blocked}
-        if free:
-            servers = {**self._applied.servers, **free}
+        freed = edits.freed(found.servers, self._reconciler.fleet)
+        if freed:
+            servers = {**self._applied.servers, **{it.name: it for it in freed}}
             await self._submit(
                 replace(self._applied, servers=servers),
-                tuple(edits.put(it, Desired.RUNNING) for it in free.values()),
+                tuple(edits.put(it, Desired.RUNNING) for it in freed),
             )
 
     def _blocked(self) -> list[str]:

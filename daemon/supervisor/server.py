@@ -150,6 +150,12 @@ class Server:
         return Address(self.spec.host, self.spec.port)
 
     @property
+    def serving(self) -> bool:
+        """Whether it is meant to run, and has a worker or gets one without anybody asking again."""
+        coming = self.state in (State.STARTING, State.BACKOFF)
+        return self.desired is Desired.RUNNING and (self.worker is not None or coming)
+
+    @property
     def queued(self) -> bool:
         """Whether the server waits for its turn to be launched."""
         return self.state is State.STARTING and self.worker is None

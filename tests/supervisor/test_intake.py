@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -76,9 +76,9 @@ class Desk:
             case Problem():
                 return Reading(seen, problems=(result,))
             case None:
-                return Reading(seen, loaded(self.applied))
+                return Reading(seen, loaded=loaded(self.applied))
             case _:
-                return Reading(seen, loaded(result), result)
+                return Reading(seen, loaded=loaded(result), prepared=result)
 
     def facts(self) -> Facts:
         applied = prepared(
@@ -156,6 +156,32 @@ def test_what_is_in_force_already_is_kept() -> None:
     assert desk.read(None) == (Keep(loaded(ONE)),)
 
 
+def test_a_file_that_is_written_again_while_it_is_read_is_read_when_it_rests() -> None:
+    """Found by the simulation: a second save that began right after the first had come to rest."""
+    desk = Desk(file=1)
+    desk.look()
+    assert desk.look() == (Read(),)
+    half = prepared(content="half")
+    torn = replace(desk.reading(half), still=False)
+    assert desk.tell(intake.Arrived(torn)) == ()
+
+    desk.file = 2
+    desk.look()
+    assert desk.look() == (Read(),)
+    desk.file = 3
+    assert desk.read(half) == ()  # begun with another file than the one that was at rest
+    desk.look()
+    assert desk.look() == (Read(),)
+    assert desk.read(TWO) == (APPLY_TWO,)
+
+
+def test_a_reading_that_was_asked_for_does_not_wait_for_rest() -> None:
+    desk = Desk(file=1)
+    desk.tell(Asked())
+    torn = replace(desk.reading(TWO), still=False)
+    assert desk.tell(intake.Arrived(torn)) == (APPLY_TWO,)
+
+
 def test_requests_during_a_reading_become_one_more_reading() -> None:
     desk = Desk()
     assert desk.tell(Asked()) == (Read(),)
@@ -186,6 +212,33 @@ def test_an_edit_that_removes_everything_is_applied_when_no_newer_file_comes() -
         effects = desk.look()
     assert effects == (APPLY_NOTHING,)
     assert desk.now == intake.REMOVAL_CONFIRM_S
+
+
+def test_a_server_between_two_restarts_counts_as_running() -> None:
+    """Found by the simulation: a worker crashed just when half of a file was read."""
+    desk = Desk(running=("a",))
+    crashed, _ = plan.step(fleet(("a",)), Told("a", events.Exited(1, 1)), 0.0)
+    facts = replace(desk.facts(), fleet=crashed)
+    reading, _ = intake.step(desk.intake, Asked(), facts, 0.0)
+    _, effects = intake.step(reading, intake.Arrived(desk.reading(NOTHING)), facts, 0.0)
+    assert effects == (Doubt(),)
+
+
+def test_a_server_that_is_on_its_way_out_does_not_count_as_running() -> None:
+    """Found by the simulation: one that the edit before had removed still drained."""
+    desk = Desk(running=("a", "gone"))
+    leaving, _ = plan.step(fleet(("a", "gone")), plan.Apply((plan.Remove("gone"),), 1), 0.0)
+    facts = replace(desk.facts(), fleet=leaving)
+    reading, _ = intake.step(desk.intake, Asked(), facts, 0.0)
+    _, effects = intake.step(reading, intake.Arrived(desk.reading(NOTHING)), facts, 0.0)
+    assert effects == (Doubt(),)
+
+
+def test_an_edit_that_removes_every_entry_is_doubted_even_if_none_runs() -> None:
+    """Found by the simulation: the user's `tqd stop` was forgotten with the entries."""
+    desk = Desk()
+    desk.tell(Asked())
+    assert desk.read(NOTHING) == (Doubt(),)
 
 
 @pytest.mark.parametrize("mode", ["auto", "manual"])
@@ -244,3 +297,18 @@ def test_manual_reload_compares_and_applies_nothing_until_it_is_asked() -> None:
 def test_a_daemon_whose_reload_is_off_reads_nothing() -> None:
     desk = Desk(mode="off", file=1)
     assert [desk.look() for _ in range(4)] == [()] * 4
+
+
+def test_a_daemon_that_is_shutting_down_applies_nothing_any_more() -> None:
+    """Found by the simulation: half of a file became the last good one, because nothing ran any more."""
+    desk = Desk(file=1, running=("a",))
+    closing, _ = plan.step(fleet(("a",)), plan.Close(), 0.0)
+    facts = replace(desk.facts(), fleet=closing)
+    desk.tell(Asked())
+    _, effects = intake.step(desk.intake, intake.Arrived(desk.reading(TWO)), facts, 0.0)
+    assert isinstance(effects[0], Refuse)
+
+    fresh = Desk(file=1).intake
+    for _ in range(3):
+        fresh, effects = intake.step(fresh, Looked(look(1)), facts, fresh.look_at)
+        assert effects == ()
