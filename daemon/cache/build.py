@@ -62,6 +62,7 @@ class Slot:
             sink_tokens=self.plan.sink_tokens,
             tail_tokens=self.plan.tail_tokens,
             fold_tokens=self.plan.fold_tokens,
+            exact_prompt=self.plan.exact_prompt,
             token_budget=None if scheme else self.plan.token_budget,
             keys=self.keys,
             statistics_id=self.statistics_id,
