@@ -1,12 +1,13 @@
 # Each target does its own set-up, in .venv; nothing is installed outside it, except OpenBLAS on Debian as root.
 PYTHON ?= python3
 VENV   ?= .venv
+MINUTES ?= 10
 BIN    := $(VENV)/bin
 # mlx's CPU wheel has a slow matrix product; a preloaded OpenBLAS makes the demo model's prefill many times faster
 BLAS   := $(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0))
 RUN    := $(if $(BLAS),LD_PRELOAD=$(BLAS) )$(BIN)/python
 
-.PHONY: all demo test check unit bench-quality clean
+.PHONY: all demo test check unit bench-quality bench-supervisor soak clean
 
 all: test
 
@@ -26,6 +27,12 @@ unit: $(VENV)/.dev
 
 bench-quality: $(VENV)/.runtime  ## KL divergence and bytes of our schemes and published ones; ARGS=--small takes minutes
 	$(RUN) tests/bench/quality.py $(ARGS)
+
+bench-supervisor: $(VENV)/.dev  ## reload latency, status latency, memory and idle CPU with 1, 10 and 100 servers
+	@PYTHONPATH=. $(BIN)/python tests/bench/supervisor.py $(ARGS)
+
+soak: $(VENV)/.dev  ## MINUTES of edits, kills and half-written files against real processes
+	@PYTHONPATH=. $(BIN)/python tests/soak/soak.py --minutes $(MINUTES) $(ARGS)
 
 clean:
 	rm -rf $(VENV)

@@ -7,6 +7,7 @@ in the server's `env:` block:
     STUB_LOAD_S=seconds   how long loading takes
     STUB_EXIT_AFTER_S=s   exits with 1 that long after it was ready
     STUB_DRAIN_S=seconds  how long the running requests take to finish
+    STUB_BEAT_S=seconds   how often it says a snapshot
 
 It uses nothing but the standard library, so that a test may start many of them quickly.
 """
@@ -24,8 +25,8 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
-BEAT_S = 0.1
 ORDERS = dict(os.environ)  # noqa: TID251 - a child has nothing else to go by
+BEAT_S = float(ORDERS.get("STUB_BEAT_S", "0.1"))
 MODE = ORDERS.get("STUB", "")
 
 

@@ -25,6 +25,11 @@ class Notifier:
         self._status = ""
         self._stopping = False
 
+    @property
+    def listening(self) -> bool:
+        """Whether anybody is told."""
+        return self._address is not None
+
     def ready(self) -> None:
         """The daemon can be talked to."""
         if not self._stopping:

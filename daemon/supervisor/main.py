@@ -179,6 +179,8 @@ class _Daemon:
 
     def _turned(self) -> None:
         """The reconciler has made progress: tell systemd."""
+        if not self._notifier.listening:
+            return
         fleet = self._reconciler.fleet
         self._notifier.turned()
         if fleet.closing:

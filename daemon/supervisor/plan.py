@@ -8,7 +8,7 @@ older process of the same server, or of the same address, still lives.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from daemon.config.spec import ServerSpec
@@ -143,6 +143,30 @@ def wake_at(fleet: Fleet) -> float | None:
     )
 
 
+def changed(before: Fleet, after: Fleet) -> tuple[str, ...]:
+    """Return the servers that are not what they were, gone ones not included."""
+    old = before.servers
+    return tuple(name for name, server in after.servers.items() if old.get(name) is not server)
+
+
+class Wakes:
+    """`wake_at` for one fleet after another, each little different from the one before."""
+
+    def __init__(self) -> None:
+        self._at: dict[str, float | None] = {}
+
+    def follow(self, fleet: Fleet, names: Iterable[str]) -> None:
+        """Take in that *names* have changed in *fleet*."""
+        for name in names:
+            self._at[name] = lifecycle.wake_at(fleet.servers[name])
+        if len(self._at) != len(fleet.servers):
+            self._at = {name: self._at[name] for name in fleet.servers}
+
+    def next(self) -> float | None:
+        """Return when the fleet next needs `Passed`, or None."""
+        return min((at for at in self._at.values() if at is not None), default=None)
+
+
 def sections(fleet: Fleet) -> frozenset[tuple[str, str]]:
     """Return name and spec hash of every section that a worker may be started from."""
     found = set()
@@ -227,6 +251,8 @@ class _Turn:
             self.tell(name, events.Block(change.blocked))
 
     def forget_removed(self) -> None:
+        if not self.fleet.removed:
+            return
         servers = self.fleet.servers
         gone = {name for name in self.fleet.removed & servers.keys() if not servers[name].worker}
         if gone:
@@ -242,9 +268,10 @@ class _Turn:
 
     def launch(self) -> None:
         """Grant a launch to every server whose turn it is."""
-        if self.fleet.closing:
+        servers = self.fleet.servers.values()
+        queue = [it for it in servers if it.state is State.STARTING and it.queued]
+        if self.fleet.closing or not queue:
             return
-        queue = [server for server in self.fleet.servers.values() if server.queued]
         for server in sorted(queue, key=lambda server: server.since):
             if sum(map(_loads, self.fleet.servers.values())) >= self.fleet.max_parallel_loads:
                 return
@@ -299,6 +326,28 @@ def listeners(fleet: Fleet) -> Mapping[Address, Listener]:
         if to_come and waiting and server.address not in found:
             found[server.address] = Listener(server.address, server.name, away=server)
     return found
+
+
+def same_listeners(before: Fleet, after: Fleet) -> bool:
+    """Whether `listeners` must be the same for both; quick, for the many turns that change no address."""
+    if before.leftovers is not after.leftovers or before.closing is not after.closing:
+        return False
+    if before.servers.keys() != after.servers.keys():
+        return False
+    return all(
+        _listens_alike(before.servers[name], after.servers[name]) for name in changed(before, after)
+    )
+
+
+def _listens_alike(before: Server, after: Server) -> bool:
+    old, new = before.worker, after.worker
+    if old is None or new is None:
+        return False
+    return (
+        old.address == new.address
+        and before.address == after.address
+        and before.desired is after.desired
+    )
 
 
 def _worker_listeners(fleet: Fleet) -> Iterator[Listener]:

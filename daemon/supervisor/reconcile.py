@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import assert_never
@@ -71,6 +71,7 @@ class Reconciler:
     ) -> None:
         self.fleet = Fleet(boot=secrets.token_hex(16), leftovers=leftovers, launched=launched)
         self.wanted = Wanted()
+        self._wakes = plan.Wakes()
         self._sections: dict[tuple[str, str], PreparedServer] = {}
         self._sockets = sockets
         self._profiles = profiles
@@ -115,7 +116,7 @@ class Reconciler:
         await self._sockets.close()
 
     async def _next(self) -> _Job:
-        due = plan.wake_at(self.fleet)
+        due = self._wakes.next()
         wait_s = IDLE_S if due is None else min(max(due - self._clock(), 0.0), IDLE_S)
         try:
             async with asyncio.timeout(wait_s):
@@ -132,8 +133,11 @@ class Reconciler:
         if job.wanted is not None:
             kept = plan.sections(self.fleet)
             self._sections = {key: it for key, it in self._sections.items() if key in kept}
-        self._log_changes(before)
-        await self._arrange_sockets()
+        changed = plan.changed(before, self.fleet)
+        self._wakes.follow(self.fleet, changed)
+        self._log_changes(before, changed)
+        if self._refused or self._sockets.unsettled or not plan.same_listeners(before, self.fleet):
+            await self._arrange_sockets()
         for effect in effects:
             self._carry_out(effect)
         if job.done is not None and not job.done.done():
@@ -194,15 +198,24 @@ class Reconciler:
         else:
             self.post(server.name, events.Unblock())
 
-    def _log_changes(self, before: Fleet) -> None:
-        for name, server in self.fleet.servers.items():
-            earlier = before.servers.get(name)
-            if earlier is not None and earlier is not server:
+    def _log_changes(self, before: Fleet, changed: Sequence[str]) -> None:
+        for name in changed:
+            earlier, server = before.servers.get(name), self.fleet.servers[name]
+            if earlier is not None and not _looks_alike(earlier, server):
                 _log_change(self._log.bind(server=name), earlier, server)
 
 
 def _port_in_use(error: AddressTakenError) -> Cause:
     return Cause("port_in_use", error.message, error.hint)
+
+
+def _looks_alike(before: Server, after: Server) -> bool:
+    """Whether nothing has happened that a log tells: a heartbeat, progress, a live change."""
+    return (
+        after.state is before.state
+        and after.last_exit is before.last_exit
+        and after.divergence is before.divergence
+    )
 
 
 def _log_change(log: FilteringBoundLogger, before: Server, after: Server) -> None:

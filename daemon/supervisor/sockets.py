@@ -39,6 +39,8 @@ class Sockets:
         self._clock = clock
         self._held: dict[Address, _Held] = {}
         self._reserved: set[Address] = set()
+        self.unsettled = True
+        """Whether the next `arrange` may find something to do although nobody's wishes changed."""
 
     def get(self, address: Address) -> socket.socket | None:
         """Return the socket held for *address*, or None."""
@@ -57,15 +59,18 @@ class Sockets:
         if not any(held.port == address.port for held in self._held):
             self._held[address] = _Held(bind(address))
             self._reserved.add(address)
+            self.unsettled = True
 
     def settle(self) -> None:
         """Forget the reservations: the next `arrange` closes what nobody wants."""
         self._reserved.clear()
+        self.unsettled = True
 
     async def arrange(
         self, wanted: Mapping[Address, Listener]
     ) -> Mapping[Address, AddressTakenError]:
         """Hold the sockets of *wanted* and no others; return those that cannot be had, and why."""
+        self.unsettled = bool(self._reserved)
         for address in self._held.keys() - wanted.keys() - self._reserved:
             held = self._held.pop(address)
             await _fall_silent(held)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from aiohttp import web
 
-from daemon.config.wire import Ack, Drain, Fatal, Live, Progress, Ready, WorkerSpec
+from daemon.config.wire import Ack, Drain, Fatal, Live, Progress, Ready, Snapshot, WorkerSpec
 from daemon.errors import PolicyError, WorkerExit, WorkerExitError
 from daemon.log import get_logger
 from daemon.worker.app import build_app
@@ -39,6 +39,7 @@ INTERRUPT_S = 2.0  # for the error events of requests that ran out of time
 CLOSE_S = 5.0  # for the engine's thread to end
 STUCK_S = LEASE_DRAIN_S + INTERRUPT_S + CLOSE_S + 3.0  # no orderly end takes longer
 SNAPSHOT_S = 1.0
+HEARTBEAT_S = 5.0  # how seldom an idle worker says that nothing has changed but that it lives
 
 ResultT = TypeVar("ResultT")
 
@@ -129,8 +130,18 @@ class Worker:
                 kv=loaded.kv,
             )
         )
+        await self._push_snapshots()
+
+    async def _push_snapshots(self) -> None:
+        """Push what has changed each second; when nothing has, now and then that the engine moves."""
+        pushed: Snapshot | None = None
+        pushed_at = 0.0
         while True:
-            self._channel.send(self._serving.snapshot())
+            snapshot, now = self._serving.snapshot(), time.monotonic()
+            heartbeat_s = min(HEARTBEAT_S, self._serving.server.probe.stall / 4)
+            if now - pushed_at >= heartbeat_s or not _same(snapshot, pushed):
+                self._channel.send(snapshot)
+                pushed, pushed_at = snapshot, now
             await asyncio.sleep(SNAPSHOT_S)
 
     def _load(self) -> LoadedEngine:
@@ -222,3 +233,10 @@ class _HttpFailures(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
         get_logger().warning("http.failed", error=type(error).__name__, where=record.funcName)
+
+
+def _same(snapshot: Snapshot, pushed: Snapshot | None) -> bool:
+    """Whether only the engine's loop has moved between the two."""
+    if pushed is None:
+        return False
+    return snapshot == pushed.model_copy(update={"generation": snapshot.generation})

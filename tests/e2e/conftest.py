@@ -51,9 +51,9 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def until(condition: Callable[[], Any], what: str) -> Any:
+def until(condition: Callable[[], Any], what: str, limit_s: float = LONGEST_WAIT_S) -> Any:
     """Return what *condition* returns as soon as that is true."""
-    end = time.monotonic() + LONGEST_WAIT_S
+    end = time.monotonic() + limit_s
     while True:
         found = condition()
         if found:

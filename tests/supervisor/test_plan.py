@@ -404,3 +404,42 @@ def test_a_drained_worker_is_told_before_it_is_signalled() -> None:
     world.now = 5.0
     world.do(Passed())
     assert world.effects[-2:] == [SendDrain("a", 1, 5.0), SendSignal("a", 1, "TERM")]
+
+
+def test_a_turn_that_changes_no_address_is_known_as_one() -> None:
+    world = World()
+    world.apply(put("a", 1), put("b", 2))
+    world.load("a")
+    before = world.fleet
+    world.tell("a", Beat(1, 5))
+    assert before.servers["a"] is not world.fleet.servers["a"]
+    assert plan.same_listeners(before, world.fleet)
+
+    for change in (
+        Told("b", Exited(1, 1)),
+        Told("a", Stop()),
+        Apply((put("a", 3, 2),), 1),
+        Apply((Remove("b"), put("c", 4)), 1),
+        Close(),
+    ):
+        after, _ = plan.step(before, change, 0.0)
+        assert not plan.same_listeners(before, after)
+
+
+def test_remembered_wakes_are_those_of_the_fleet() -> None:
+    world, wakes = World(), plan.Wakes()
+    world.apply(put("a", 1), put("b", 2))
+    world.load("a")
+    wakes.follow(world.fleet, world.fleet.servers)
+    for now, event in ((1.0, Beat(1, 5)), (2.0, Stop()), (3.0, Exited(1, 0))):
+        world.now = now
+        before = world.fleet
+        world.tell("a", event)
+        wakes.follow(world.fleet, plan.changed(before, world.fleet))
+        assert wakes.next() == plan.wake_at(world.fleet)
+    world.exit("b", 1)
+    wakes.follow(world.fleet, ["b"])
+    assert wakes.next() == plan.wake_at(world.fleet) is not None
+    world.apply(Remove("b"))
+    wakes.follow(world.fleet, ())
+    assert wakes.next() == plan.wake_at(world.fleet)
