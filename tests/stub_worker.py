@@ -94,6 +94,9 @@ class Answer(BaseHTTPRequestHandler):
     """Answers every GET with what a test may want to know."""
 
     def do_GET(self) -> None:
+        if self.path == "/stream":
+            self._stream()
+            return
         body = json.dumps(
             {
                 "name": State.spec["name"],
@@ -106,6 +109,15 @@ class Answer(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
+
+    def _stream(self) -> None:
+        """Say fifty lines within some seconds, then end."""
+        self.send_response(200)
+        self.end_headers()
+        for number in range(50):
+            self.wfile.write(f"{number}\n".encode())
+            self.wfile.flush()
+            time.sleep(0.05)
 
     def log_message(self, *_: object) -> None:
         pass

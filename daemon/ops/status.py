@@ -203,7 +203,7 @@ def _config(view: View) -> ConfigSection:
         "reload": view.reload_mode,
         "errors": [problem_status(problem) for problem in config.problems],
         "warnings": list(config.warnings),
-        "pending": list(config.pending),
+        "pending": [str(step) for step in config.pending],
         "divergent": divergent,
     }
 

@@ -75,6 +75,8 @@ class DaemonCommands:
         if action != "stop":
             await self._configuration.look_for_files()  # some may have appeared since
         servers = self._servers(action, names)
+        if action == "restart":
+            self._refuse_pending(servers)
         said = Desired.STOPPED if action == "stop" else Desired.RUNNING
         self._desired.say([server.name for server in servers], said)
         for server in servers:
@@ -112,6 +114,16 @@ class DaemonCommands:
             if action != "stop" and not known[name].spec.enabled:
                 raise ConfigError([self._disabled(name)])
         return [known[name] for name in dict.fromkeys(names)]
+
+    def _refuse_pending(self, servers: Sequence[Server]) -> None:
+        """Refuse to restart what the file says otherwise by now: whoever asks may expect the newest."""
+        names = {server.name for server in servers}
+        pending = [str(it) for it in self._configuration.status.pending if it.name in names]
+        if pending:
+            raise TqdError(
+                f"the file has changes that are not in force: {'; '.join(pending)}",
+                hint="`tqd reload` applies them, and restarts what needs it",
+            )
 
     def _disabled(self, name: str) -> Problem:
         return Problem(

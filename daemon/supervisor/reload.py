@@ -59,7 +59,7 @@ class ConfigStatus:
     generation: int = 0
     problems: tuple[Problem, ...] = ()
     warnings: tuple[str, ...] = ()
-    pending: tuple[str, ...] = ()
+    pending: tuple[differ.Step, ...] = ()
 
 
 class Configuration:
@@ -306,9 +306,8 @@ class Configuration:
 
     def _show(self, steps: Sequence[differ.Step]) -> None:
         state: ConfigState = "pending" if steps else "applied"
-        pending = tuple(map(str, steps))
-        self.status = replace(self.status, state=state, problems=(), pending=pending)
-        self._log.info("config.pending", steps=pending)
+        self.status = replace(self.status, state=state, problems=(), pending=tuple(steps))
+        self._log.info("config.pending", steps=[str(it) for it in steps])
 
     def _unchanged(self, loaded: Loaded) -> Verdict:
         self.status = replace(

@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+import urllib.request
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -72,17 +73,21 @@ def test_twenty_edits_in_two_seconds_never_run_two_workers_of_one_server(site: S
     assert most == {"a": 1, "b": 1}
 
 
-def test_only_the_edited_server_restarts(site: Site) -> None:
-    for name in ("a", "b", "c"):
+def test_only_the_edited_server_restarts_and_the_streams_of_others_end_whole(site: Site) -> None:
+    port = site.add("a")
+    for name in ("b", "c"):
         site.add(name)
     site.write()
     site.run()
     before = site.ready()
 
-    site.servers["b"]["max_context"] = 64
-    site.write()
-    site.applied(2)
-    after = site.ready()
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/stream", timeout=30) as stream:
+        assert stream.readline() == b"0\n"
+        site.servers["b"]["max_context"] = 64
+        site.write()
+        site.applied(2)
+        after = site.ready()
+        assert stream.read().splitlines()[-1] == b"49"
 
     assert {name for name in before if before[name] != after[name]} == {"b"}
 
@@ -93,11 +98,17 @@ def test_a_live_change_keeps_the_worker_and_reaches_it(site: Site) -> None:
     site.run()
     pids = site.ready()
 
-    site.servers["a"] |= {"aliases": ["best"], "labels": {"team": "x"}, "stop_grace": "2s"}
-    site.write()
+    site.servers["a"] |= {
+        "aliases": ["best"],
+        "labels": {"team": "x"},
+        "stop_grace": "2s",
+        "restart": {"max": 7},
+    }
+    site.write(log={"level": "debug"})
 
     site.until(lambda: site.get(port)[1]["aliases"] == ["best"], "the worker knows its alias")
     assert site.server("a")["labels"] == {"team": "x"}
+    assert site.server("a")["restarts"]["max"] == 7
     assert site.ready() == pids
 
 
@@ -242,6 +253,13 @@ def test_manual_reload_shows_what_is_pending_and_applies_it_on_command(site: Sit
     config = site.until(lambda: (it := site.config())["state"] == "pending" and it, "pending")
     assert config["pending"] == ["restart a: max_context null → 64"]
     assert site.tqd("diff").stdout == "restart a: max_context null → 64\n"
+    assert site.ready() == pids
+
+    restart = site.tqd("restart", "a")
+    assert (restart.exit_code, "not in force: restart a: max_context" in restart.stderr) == (
+        1,
+        True,
+    )
     assert site.ready() == pids
 
     assert site.tqd("reload").stdout == "restart a: max_context null → 64\n"
