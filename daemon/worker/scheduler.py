@@ -5,6 +5,7 @@ Runs on the MLX thread. It knows requests and rows; threads, loops and clients a
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -12,6 +13,8 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, StopSequences
 
+from daemon.metrics import catalogue
+from daemon.metrics.histogram import Observations
 from daemon.worker.model import LoadedModel
 from daemon.worker.requests import GenerationRequest, TokenEvent
 from daemon.worker.sampling import make_logits_processors, make_sampler
@@ -29,6 +32,11 @@ class Owner(Protocol):
         """What was asked for."""
         ...
 
+    @property
+    def submitted_at(self) -> float:
+        """When it was asked for, on the monotonic clock."""
+        ...
+
 
 OwnerT = TypeVar("OwnerT", bound=Owner)
 
@@ -39,6 +47,7 @@ class Scheduler(Generic[OwnerT]):
     def __init__(self, loaded: LoadedModel, max_concurrent: int) -> None:
         self.prompt_tokens_total = 0
         self.generation_tokens_total = 0
+        self.queue_time_s = Observations(catalogue.REQUEST_S)
         self._line: deque[OwnerT] = deque()
         self._rows: dict[int, OwnerT] = {}
         self._prompt_done: dict[int, int] = {}  # tokens read of each prompt that is being read
@@ -139,6 +148,7 @@ class Scheduler(Generic[OwnerT]):
 
     def _insert(self, generation: OwnerT) -> None:
         request = generation.request
+        self.queue_time_s.observe(time.monotonic() - generation.submitted_at)
         (uid,) = self._generator.insert(
             [list(request.prompt)],
             max_tokens=[request.max_tokens],
