@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import shutil
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -15,6 +17,7 @@ from daemon.supervisor.workers import Report
 from tests.metrics.lint import lint, value
 from tests.ops.conftest import NOW, READY, SNAPSHOT
 
+PROMTOOL = shutil.which("promtool")
 SOME = Histogram(bounds=(1.0,), counts=(2, 1), sum=4.0)
 COUNTS = RequestCounts(
     answered={"/v1/chat/completions": {"200": 3, "429": 1}},
@@ -48,6 +51,18 @@ def test_the_page_is_clean_and_holds_every_family_of_the_catalogue(busy: View) -
 
     assert lint(text(busy)) == []
     assert expected <= written | {"tqd_config_last_reload_success_timestamp_seconds"}
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed")
+def test_promtool_finds_nothing_to_complain_about(busy: View) -> None:
+    said = subprocess.run(
+        [str(PROMTOOL), "check", "metrics"],
+        input=text(busy),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (said.returncode, said.stdout, said.stderr) == (0, "", "")
 
 
 def test_a_dead_server_still_has_its_own_series(view: View) -> None:
