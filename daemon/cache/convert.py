@@ -13,7 +13,8 @@ from daemon.cache import build, seam
 from daemon.cache.sequence import BatchCache, SequenceCache
 from daemon.errors import PolicyError
 from daemon.policy.architecture import Architecture, LayerKind, read_architecture
-from daemon.policy.resolve import LayerPlan, ResolvedPolicy, allowance, request, resolve, summarize
+from daemon.policy.evidence import allowance
+from daemon.policy.resolve import LayerPlan, ResolvedPolicy, request, resolve, summarize
 from daemon.policy.schemes import UnknownSchemeError, parse_scheme
 from daemon.policy.spec import KvSpec
 from daemon.policy.store import load_allowlist, load_policies

@@ -19,6 +19,8 @@ import mlx.core as mx
 from daemon.cache import window
 from daemon.cache.side import FullPrecision, RowState, dtype_name
 from daemon.kernels import codec, packing
+from daemon.kernels.attention import REFERENCE
+from daemon.kernels.case import Attend
 from daemon.kernels.keys import KeyTransform
 from daemon.kernels.packing import TILE, Packed, TileLayout
 from daemon.kernels.rotation import Side
@@ -36,7 +38,8 @@ class Row:
     *token_budget*: the most tokens that any token attends to. Tokens leave the tail *fold_tokens* at a
     time, a multiple of a tile. A prompt of up to *exact_prompt* tokens stays in full precision until it is
     decoded; more than that is packed while it is read. *keys* is what is taken off keys before they are packed, and
-    *statistics_id* the name of the statistics behind it; affine keys are packed as they are.
+    *statistics_id* the name of the statistics behind it; affine keys are packed as they are. *attention*
+    is what attends to it.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Row:
         token_budget: int | None = None,
         keys: KeyTransform | None = None,
         statistics_id: str | None = None,
+        attention: Attend = REFERENCE,
     ) -> None:
         if exact_prompt and token_budget is not None:
             raise ValueError("a row with a token budget packs its prompt as it is read")
@@ -69,6 +73,7 @@ class Row:
         self.exact_prompt = exact_prompt
         self.token_budget = token_budget
         self.statistics_id = statistics_id
+        self.attention = attention
         self.length = 0
         self.dropped = 0
         self._packed_to = 0
@@ -88,6 +93,7 @@ class Row:
             token_budget=self.token_budget,
             keys=self.keys,
             statistics_id=self.statistics_id,
+            attention=self.attention,
         )
 
     def copy(self) -> Row:

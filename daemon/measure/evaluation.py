@@ -60,6 +60,7 @@ class Entrant:
     sink_tokens: int
     tail_tokens: int
     calibration: str
+    calibrated: bool
 
 
 def run(job: EvalJob, say: Say) -> EvalReport:
@@ -156,6 +157,7 @@ def enter(subject: Subject, contender: Contender, say: Say) -> Entrant:
         sink_tokens=contender.kv.sink_tokens,
         tail_tokens=contender.kv.tail_tokens,
         calibration=calibration.source,
+        calibrated=contender.kv.calibration != "none",
     )
 
 
@@ -296,6 +298,7 @@ def _figures(
         sink_tokens=entrant.sink_tokens,
         tail_tokens=entrant.tail_tokens,
         calibration=entrant.calibration,
+        calibrated=entrant.calibrated,
         key_bits=max(packed, default=REFERENCE_BITS),
         bits_per_value=cost.bits_per_value,
         bytes_per_token=cost.bytes_per_token,

@@ -17,7 +17,6 @@ from daemon.errors import PolicyError
 from daemon.policy.architecture import Architecture, Layer, LayerKind
 from daemon.policy.boundaries import Boundaries
 from daemon.policy.matching import check_fold, check_pair, check_rules, check_scheme, check_tail
-from daemon.policy.rules import AllowEntry
 from daemon.policy.schemes import (
     AFFINE_GROUPS,
     DEFAULT_WINDOW,
@@ -105,36 +104,6 @@ def request(kv: KvSpec, policies: Mapping[str, NamedPolicy]) -> KvRequest:
         layers=_or(kv.layers, policy.layers),
         warnings=tuple(warnings),
     )
-
-
-def allowance(
-    model_type: str,
-    entries: Iterable[AllowEntry],
-    *,
-    fingerprint: str | None = None,
-    key_bits: float | None = None,
-) -> str | None:
-    """Return why keys of 4 bits or fewer are allowed for a model; None: they are not.
-
-    An entry for exactly this model (its *fingerprint*) comes before one for a family of them. One that
-    was measured with keys of more than *key_bits*, the fewest that are asked for, does not count.
-    """
-    by_family: str | None = None
-    for entry in entries:
-        if key_bits is not None and entry.key_bits is not None and key_bits < entry.key_bits:
-            continue
-        if fingerprint is not None and entry.fingerprint == fingerprint:
-            return entry.evidence
-        if by_family is None and entry.model_type and model_type.startswith(entry.model_type):
-            by_family = entry.evidence
-    return by_family
-
-
-def fewest_key_bits(request: KvRequest) -> float:
-    """Return the fewest bits that *request* asks for the keys of any layer, scales not counted."""
-    named = [parse_scheme(rule.mode).k for rule in request.layers if rule.mode and not rule.k]
-    named += [parse_codec(rule.k, "k") for rule in request.layers if rule.k]
-    return min(codec.bits for codec in (parse_codec(request.k, "k"), *named))
 
 
 @dataclass(frozen=True, slots=True)
