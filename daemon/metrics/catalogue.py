@@ -87,6 +87,8 @@ _ALL = (
     _worker("kv_cache_usage_ratio", "gauge", "kv_cache_bytes over kv_cache_budget_bytes."),
     _worker("kv_cache_tokens", "gauge", "Tokens that live sequences hold."),
     _worker("kv_layers", "gauge", "Layers by the scheme that they really have.", "mode"),
+    _worker("kv_quantize_seconds_total", "counter", "Time spent packing keys and values, estimated: now and then a fold is timed, and others count like it."),
+    _worker("attention_layers", "gauge", "Layers by the attention that runs: metal, cuda, reference, or mlx where nothing is packed.", "backend"),
     _worker("kv_fallback_layers", "gauge", "Layers whose scheme is not the requested one, by reason.", "reason"),
 )  # fmt: skip
 

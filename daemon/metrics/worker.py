@@ -10,10 +10,12 @@ from daemon.metrics.exposition import Page
 _MOST_REASON = 120  # characters; a reason may quote what a model's code raised
 
 
-def add_tokens(page: Page, now: Snapshot, **labels: str) -> None:
-    """Add the token counters of *now*; they mean something after the worker's end too."""
+def add_counters(page: Page, now: Snapshot, **labels: str) -> None:
+    """Add the counters of *now*; they mean something after the worker's end too."""
     page.add("tqd_prompt_tokens_total", now.prompt_tokens_total, **labels)
     page.add("tqd_generation_tokens_total", now.generation_tokens_total, **labels)
+    if now.kv_packing_s is not None:
+        page.add("tqd_kv_quantize_seconds_total", now.kv_packing_s, **labels)
 
 
 def add_requests(page: Page, counts: RequestCounts, **labels: str) -> None:
@@ -43,15 +45,23 @@ def add_gauges(page: Page, now: Snapshot, **labels: str) -> None:
         page.add("tqd_mlx_memory_bytes", count, kind=kind, **labels)
     page.add("tqd_kv_cache_bytes", now.kv_bytes, **labels)
     page.add("tqd_kv_cache_tokens", now.kv_tokens, **labels)
+    if now.kv_budget_bytes:
+        page.add("tqd_kv_cache_budget_bytes", now.kv_budget_bytes, **labels)
+        page.add("tqd_kv_cache_usage_ratio", now.kv_bytes / now.kv_budget_bytes, **labels)
 
 
 def add_kv(page: Page, kv: KvReport, **labels: str) -> None:
-    """Add how many layers have which scheme, and why it is not the requested one."""
+    """Add how many layers have which scheme, why it is not the requested one, and what attends to them."""
     for mode, layers in kv.effective.items():
         page.add("tqd_kv_layers", layers, mode=mode, **labels)
     fallbacks: Counter[str] = Counter()
+    backends: Counter[str] = Counter()
     for group in kv.layers:
+        layers = group.last - group.first + 1
+        backends[group.backend] += layers
         if group.effective != group.requested:
-            fallbacks[(group.reason or "")[:_MOST_REASON]] += group.last - group.first + 1
+            fallbacks[(group.reason or "")[:_MOST_REASON]] += layers
     for reason, layers in fallbacks.items():
         page.add("tqd_kv_fallback_layers", layers, reason=reason, **labels)
+    for backend, layers in backends.items():
+        page.add("tqd_attention_layers", layers, backend=backend, **labels)

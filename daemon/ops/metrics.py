@@ -91,8 +91,8 @@ def _add_worker(page: Page, view: View, server: Server) -> None:
     page.add("tqd_worker_scrape_up", fresh, server=name)
     if report is None:
         return
-    if report.tokens is not None:
-        worker_series.add_tokens(page, report.tokens, server=name)
+    if report.counted is not None:
+        worker_series.add_counters(page, report.counted, server=name)
     if report.requests is not None:
         worker_series.add_requests(page, report.requests, server=name)
     if alive and report.snapshot is not None:

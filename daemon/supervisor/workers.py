@@ -31,14 +31,14 @@ class Report:
     ready: wire.Ready | None = None
     snapshot: wire.Snapshot | None = None
     sampled_at: float | None = None
-    tokens: wire.Snapshot | None = None
-    """The newest snapshot, be it of the worker before: its token counters stay until there are newer ones."""
+    counted: wire.Snapshot | None = None
+    """The newest snapshot, be it of the worker before: its counters stay until there are newer ones."""
     requests: wire.RequestCounts | None = None
     """The newest counts of requests; these stay likewise."""
 
     def sample(self, snapshot: wire.Snapshot, now: float) -> None:
         """Take in what the worker tells about this moment."""
-        self.snapshot = self.tokens = snapshot
+        self.snapshot = self.counted = snapshot
         self.sampled_at = now
         self.requests = snapshot.requests or self.requests
 
@@ -87,7 +87,7 @@ class Workers:
         self._register.add(spec.name, child.pid, spec.nonce)
         self._children[spec.name, spec.launch] = child
         before = self.reports.get(spec.name, Report(spec.launch))
-        report = Report(spec.launch, tokens=before.tokens, requests=before.requests)
+        report = Report(spec.launch, counted=before.counted, requests=before.requests)
         self.reports[spec.name] = report
         self._log.info(
             "worker.started",

@@ -284,6 +284,7 @@ class MlxEngine:
                 mlx_cache_bytes=mx.get_cache_memory(),
                 mlx_peak_bytes=mx.get_peak_memory(),
                 queue_time_s=scheduler.queue_time_s.read(),
+                packing_s=scheduler.packing_s,
             )
         with self._lock:
             self._stats = stats

@@ -67,6 +67,7 @@ class EngineStats:
     mlx_cache_bytes: int = 0
     mlx_peak_bytes: int = 0
     queue_time_s: Histogram | None = None
+    packing_s: float | None = None
 
 
 class QueueFullError(Exception):

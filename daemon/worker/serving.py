@@ -283,6 +283,7 @@ class Serving:
             mlx_active_bytes=stats.mlx_active_bytes,
             mlx_cache_bytes=stats.mlx_cache_bytes,
             mlx_peak_bytes=stats.mlx_peak_bytes,
+            kv_packing_s=stats.packing_s,
             passed_at=stats.passed_at,
             ttft_p50_s=ttft_s[0],
             ttft_p95_s=ttft_s[1],

@@ -29,15 +29,15 @@ COUNTS = RequestCounts(
 # nothing feeds these yet: they appear with the machine's memory plan, which the status document will hold
 NOT_YET = {
     "tqd_memory_budget_bytes", "tqd_memory_planned_bytes", "tqd_memory_available_bytes",
-    "tqd_admission_rejections_total", "tqd_server_process_footprint_bytes", "tqd_kv_cache_budget_bytes",
-    "tqd_kv_cache_usage_ratio",
+    "tqd_admission_rejections_total", "tqd_server_process_footprint_bytes",
 }  # fmt: skip
 
 
 @pytest.fixture
 def busy(view: View) -> View:
     report = Report(7, READY)
-    report.sample(SNAPSHOT.model_copy(update={"passed_at": 5.0, "requests": COUNTS}), NOW - 1)
+    more = {"passed_at": 5.0, "kv_packing_s": 2.5, "kv_budget_bytes": 4096, "requests": COUNTS}
+    report.sample(SNAPSHOT.model_copy(update=more), NOW - 1)
     return replace(view, reports={"chat": report})
 
 
@@ -95,6 +95,8 @@ def test_series_of_a_worker_carry_its_servers_name(busy: View) -> None:
     assert value(page, "tqd_time_to_first_token_seconds_count", server="chat") == 3
     assert value(page, "tqd_mlx_memory_bytes", server="chat", kind="peak") == 4096
     assert value(page, "tqd_kv_layers", server="chat", mode="turbo8v4") == 3
+    assert value(page, "tqd_kv_cache_usage_ratio", server="chat") == 0.25
+    assert value(page, "tqd_kv_quantize_seconds_total", server="chat") == 2.5
     assert value(page, "tqd_kv_fallback_layers", server="chat", reason="a rule") == 1
 
 
@@ -115,7 +117,7 @@ def test_counters_stay_until_the_next_worker_tells_its_own(busy: View) -> None:
     assert chat.worker is not None
     loading = replace(chat, worker=replace(chat.worker, launch=8), state=State.LOADING)
     old = busy.reports["chat"]
-    new = Report(8, tokens=old.tokens, requests=old.requests)
+    new = Report(8, counted=old.counted, requests=old.requests)
     after = replace(busy, fleet=Fleet("b", {"chat": loading}), reports={"chat": new})
     assert value(text(after), "tqd_generation_tokens_total", server="chat") == 45
     assert value(text(after), "tqd_requests_running", server="chat") is None

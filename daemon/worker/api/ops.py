@@ -131,7 +131,7 @@ async def metrics(request: web.Request) -> web.Response:
     serving = request.app[SERVING]
     now = serving.snapshot()
     page = Page()
-    worker_series.add_tokens(page, now)
+    worker_series.add_counters(page, now)
     if now.requests is not None:
         worker_series.add_requests(page, now.requests)
     worker_series.add_gauges(page, now)
