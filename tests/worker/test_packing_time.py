@@ -56,7 +56,7 @@ def test_a_row_that_was_sampled_goes_on_as_one_that_was_not() -> None:
         assert np.array_equal(np.array(array), np.array(theirs.arrays[name]))
 
 
-def test_what_is_not_timed_counts_as_the_last_fold_of_about_its_size() -> None:
+def test_what_is_not_timed_counts_as_timed_folds_of_about_its_size() -> None:
     time = PackingTime(clock(0.0, 6.0, 10.0, 20.0))
     time.sample([[row(100)]])  # 60 tokens: 0.1 s each
     time.sample([[row(1064)]])  # 1020 tokens: under 0.01 s each
@@ -65,6 +65,16 @@ def test_what_is_not_timed_counts_as_the_last_fold_of_about_its_size() -> None:
     assert time.seconds == 16.0 + 30 * 0.1
     time.count(2000)
     assert time.seconds == 19.0 + 2000 * 10 / 1020
+
+
+def test_a_slow_first_fold_is_no_measure_and_later_ones_are_averaged() -> None:
+    late = 102.0 + RESAMPLE_S
+    time = PackingTime(clock(0.0, 100.0, 100.0, 100.0, 102.0, late, late, late + 4.0))
+    for _ in range(3):
+        time.sample([[row(100)]])
+    assert time.seconds == 106.0
+    time.count(60)
+    assert time.seconds == 106.0 + 3.0
 
 
 def test_nothing_is_counted_before_something_was_timed() -> None:

@@ -76,6 +76,7 @@ async def props(request: web.Request) -> web.Response:
     """GET /props: llama.cpp's properties that hold here, and the effective KV mode."""
     serving = request.app[SERVING]
     loaded = serving.model.loaded
+    stats = serving.stats()
     defaults = sampling(GenerationBody(), serving.server.sampling, loaded.vocab_size)
     return reply(
         {
@@ -100,7 +101,11 @@ async def props(request: web.Request) -> web.Response:
             "modalities": {"vision": False, "audio": False},
             "build_info": f"tqd-{importlib.metadata.version('tqd')}",
             **_kv_modes(serving),
-            "kv": loaded.kv.model_dump(mode="json"),
+            "kv": {
+                **loaded.kv.model_dump(mode="json"),
+                "bytes": stats.kv_bytes,
+                "tokens": stats.kv_tokens,
+            },
         }
     )
 
