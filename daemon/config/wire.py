@@ -179,7 +179,7 @@ class Snapshot(Message):
     mlx_active_bytes: int
     mlx_cache_bytes: int
     mlx_peak_bytes: int
-    kv_budget_bytes: int | None = Field(None, description="what KV caches may take; null: no limit")
+    kv_limit_bytes: int | None = Field(None, description="the most that they may; null: no limit")
     kv_packing_s: float | None = Field(
         None, description="time spent packing, estimated; null where nothing is packed"
     )

@@ -45,9 +45,9 @@ def add_gauges(page: Page, now: Snapshot, **labels: str) -> None:
         page.add("tqd_mlx_memory_bytes", count, kind=kind, **labels)
     page.add("tqd_kv_cache_bytes", now.kv_bytes, **labels)
     page.add("tqd_kv_cache_tokens", now.kv_tokens, **labels)
-    if now.kv_budget_bytes:
-        page.add("tqd_kv_cache_budget_bytes", now.kv_budget_bytes, **labels)
-        page.add("tqd_kv_cache_usage_ratio", now.kv_bytes / now.kv_budget_bytes, **labels)
+    if now.kv_limit_bytes:
+        page.add("tqd_kv_cache_budget_bytes", now.kv_limit_bytes, **labels)
+        page.add("tqd_kv_cache_usage_ratio", now.kv_bytes / now.kv_limit_bytes, **labels)
 
 
 def add_kv(page: Page, kv: KvReport, **labels: str) -> None:

@@ -51,7 +51,8 @@ class Counts:
         if probe_failed(before, after):
             counts.probe_failures += 1
         cause, worker = after.cause, after.worker
-        if cause is not None and cause != before.cause and cause.code in _FOR_MEMORY:
+        earlier = before.cause.code if before.cause else None
+        if cause is not None and cause.code != earlier and cause.code in _FOR_MEMORY:
             self.refused_for_memory[cause.code] += 1
         if worker is not None and worker.ready_at is not None and before.state is State.LOADING:
             counts.load_s.observe(worker.ready_at - worker.started_at)

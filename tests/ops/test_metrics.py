@@ -36,7 +36,7 @@ NOT_YET = {
 @pytest.fixture
 def busy(view: View) -> View:
     report = Report(7, READY)
-    more = {"passed_at": 5.0, "kv_packing_s": 2.5, "kv_budget_bytes": 4096, "requests": COUNTS}
+    more = {"passed_at": 5.0, "kv_packing_s": 2.5, "kv_limit_bytes": 4096, "requests": COUNTS}
     report.sample(SNAPSHOT.model_copy(update=more), NOW - 1)
     return replace(view, reports={"chat": report})
 

@@ -126,7 +126,8 @@ def test_a_start_refused_for_memory_is_counted_once_for_each_reason(story: Story
     story.exit(1)
     blocked = replace(story.server, cause=Cause("insufficient_memory", "8 GiB are missing"))
     story.counts.changed(story.server, blocked)
-    story.counts.changed(blocked, replace(blocked, attempt_at=1.0))
+    fewer = replace(blocked, cause=Cause("insufficient_memory", "7 GiB are missing"))
+    story.counts.changed(blocked, fewer)
     assert story.counts.refused_for_memory == {"insufficient_memory": 1}
 
 
