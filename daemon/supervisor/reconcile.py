@@ -21,6 +21,7 @@ from daemon.config.prepare import PreparedServer, live_message, worker_spec
 from daemon.config.spec import DaemonSpec
 from daemon.log import get_logger
 from daemon.supervisor import events, plan
+from daemon.supervisor.counts import Counts
 from daemon.supervisor.events import Effect
 from daemon.supervisor.plan import Fleet, Told
 from daemon.supervisor.server import Address, Cause, Server, State
@@ -73,6 +74,7 @@ class Reconciler:
         self.wanted = Wanted()
         self._wakes = plan.Wakes()
         self._sections: dict[tuple[str, str], PreparedServer] = {}
+        self.counts = Counts()
         self._sockets = sockets
         self._profiles = profiles
         self._log_path = log_path
@@ -135,7 +137,7 @@ class Reconciler:
             self._sections = {key: it for key, it in self._sections.items() if key in kept}
         changed = plan.changed(before, self.fleet)
         self._wakes.follow(self.fleet, changed)
-        self._log_changes(before, changed)
+        self._note_changes(before, changed)
         if self._refused or self._sockets.unsettled or not plan.same_listeners(before, self.fleet):
             await self._arrange_sockets()
         for effect in effects:
@@ -198,10 +200,13 @@ class Reconciler:
         else:
             self.post(server.name, events.Unblock())
 
-    def _log_changes(self, before: Fleet, changed: Sequence[str]) -> None:
+    def _note_changes(self, before: Fleet, changed: Sequence[str]) -> None:
         for name in changed:
             earlier, server = before.servers.get(name), self.fleet.servers[name]
-            if earlier is not None and not _looks_alike(earlier, server):
+            if earlier is None:
+                continue
+            self.counts.changed(earlier, server)
+            if not _looks_alike(earlier, server):
                 _log_change(self._log.bind(server=name), earlier, server)
 
 

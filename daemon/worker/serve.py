@@ -21,7 +21,17 @@ from typing import TYPE_CHECKING, TypeVar
 
 from aiohttp import web
 
-from daemon.config.wire import Ack, Drain, Fatal, Live, Progress, Ready, Snapshot, WorkerSpec
+from daemon.config.wire import (
+    Ack,
+    Drain,
+    Fatal,
+    Live,
+    Progress,
+    Ready,
+    RequestCounts,
+    Snapshot,
+    WorkerSpec,
+)
 from daemon.errors import PolicyError, WorkerExit, WorkerExitError
 from daemon.log import get_logger
 from daemon.worker.app import build_app
@@ -64,6 +74,7 @@ class Worker:
         self._ending = asyncio.Event()
         self._ended = threading.Event()
         self._fatal: Fatal | None = None
+        self._told: RequestCounts | None = None
 
     async def run(self) -> int:
         """Serve until there is a reason to end; return the exit code."""
@@ -75,6 +86,8 @@ class Worker:
             await self._ending.wait()
             await self._drain()
             life.cancel()
+        if self._serving.loaded is not None:
+            self._push(self._serving.snapshot())  # what the drain has finished counts too
         await runner.cleanup()
         await self._close_engine()
         self._ended.set()
@@ -140,9 +153,15 @@ class Worker:
             snapshot, now = self._serving.snapshot(), time.monotonic()
             heartbeat_s = min(HEARTBEAT_S, self._serving.server.probe.stall / 4)
             if now - pushed_at >= heartbeat_s or not _same(snapshot, pushed):
-                self._channel.send(snapshot)
+                self._push(snapshot)
                 pushed, pushed_at = snapshot, now
             await asyncio.sleep(SNAPSHOT_S)
+
+    def _push(self, now: Snapshot) -> None:
+        """Push a snapshot; the counts of requests only where they have changed, so that idle workers cost little."""
+        news = now if now.requests != self._told else now.model_copy(update={"requests": None})
+        if self._channel.send(news):
+            self._told = now.requests
 
     def _load(self) -> LoadedEngine:
         return self._loader(self._spec, progress=self._progressed, on_failure=self._engine_failed)
