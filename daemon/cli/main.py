@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
 from daemon import paths
-from daemon.cli import configuration, evaluation, lifecycle, observing
-from daemon.cli import demo as demo_commands
 from daemon.errors import TqdError
+
+# Modules of commands, imported when one of theirs is used: `tqd status` must not wait for what reads
+# configurations and models.
+FAMILIES: Mapping[str, tuple[str, ...]] = {
+    "configuration": ("check", "schema", "init"),
+    "lifecycle": ("run", "shutdown", "start", "stop", "restart", "reload"),
+    "observing": ("status", "logs", "diff"),
+    "evaluation": ("eval", "advise"),
+    "demo": ("demo-model",),
+}
 
 
 class Group(click.Group):
-    """Turns every TqdError into one message on stderr and its exit code."""
+    """Finds commands in their modules, and turns every TqdError into one message and its exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the name of every command."""
+        return sorted(name for names in FAMILIES.values() for name in names)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return the command of that name; None when there is none."""
+        for family, names in FAMILIES.items():
+            if cmd_name in names:
+                module = importlib.import_module(f"daemon.cli.{family}")
+                commands: Sequence[click.Command] = module.COMMANDS
+                return next(it for it in commands if it.name == cmd_name)
+        return None
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command; a user's situation never shows a traceback."""
@@ -69,8 +92,3 @@ class Settings:
     def state(self) -> paths.StateDir:
         """The state folder of the daemon that this command talks to."""
         return paths.state_dir(self._state_dir)
-
-
-for module in (configuration, lifecycle, observing, evaluation, demo_commands):
-    for command in module.COMMANDS:
-        main.add_command(command)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from daemon.cli.report import MemoryReport, Report, ServerReport
-from daemon.policy.resolve import LayerGroup
 from daemon.units import format_size
+
+if TYPE_CHECKING:  # reading a configuration is slow to import, and `tqd status` needs none of it
+    from daemon.cli.report import MemoryReport, Report, ServerReport
+    from daemon.policy.resolve import LayerGroup
 
 _PIPED_WIDTH = 200  # columns where no terminal says its own
 _STYLES = {
