@@ -227,9 +227,10 @@ class ServerStatus(TypedDict):
 
 
 class Document(TypedDict):
-    """The whole document."""
+    """The whole document. *seq* is the number of the newest event (``GET /v1/events``)."""
 
     schema: int
+    seq: int
     now: str
     daemon: DaemonStatus
     config: ConfigSection

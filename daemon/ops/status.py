@@ -42,6 +42,7 @@ class View:
     """What the document is made of. *wall* turns a time of the supervisor's clock into a moment."""
 
     now: float
+    seq: int
     wall: Callable[[float], datetime]
     fleet: Fleet
     prepared: Mapping[str, PreparedServer]
@@ -63,6 +64,7 @@ def document(view: View) -> Document:
     servers = [server_status(view, server) for server in view.fleet.servers.values()]
     return {
         "schema": SCHEMA,
+        "seq": view.seq,
         "now": moment(view.wall(view.now)),
         "daemon": {
             "version": view.version,

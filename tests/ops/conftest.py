@@ -76,6 +76,7 @@ def view() -> View:
     )
     return View(
         now=NOW,
+        seq=12,
         wall=lambda at: datetime.fromtimestamp(1_800_000_000 + at, UTC),
         fleet=Fleet("boot", {it.name: it for it in servers}),
         prepared={
