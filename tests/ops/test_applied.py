@@ -34,7 +34,7 @@ def test_every_value_is_there_and_written_ones_say_where(tmp_path: Path) -> None
     chat = found["servers"]["chat"]
     assert (found["generation"], found["files"]) == (7, [str(tmp_path / "servers.yaml")])
     assert chat["place"] == f"{tmp_path}/servers.yaml:6"
-    assert (chat["values"]["port"], chat["values"]["drain_timeout"]) == (8081, 30.0)
+    assert (chat["values"]["port"], chat["values"]["drain_timeout"]) == (8081, "30s")
     assert chat["places"]["port"] == f"{tmp_path}/servers.yaml:8"
     assert chat["places"]["kv.mode"] == f"{tmp_path}/servers.yaml:13"
     assert "drain_timeout" not in chat["places"]
