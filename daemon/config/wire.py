@@ -131,6 +131,16 @@ class Ready(Message):
     kv: KvReport
 
 
+class OpenRequest(Message):
+    """A request that is not finished; what it asks and what it gets are nobody's business."""
+
+    id: str
+    age_s: float
+    stream: bool
+    prompt_tokens: int = Field(description="0 until the prompt is tokenized")
+    completion_tokens: int
+
+
 class Snapshot(Message):
     """The worker's state, pushed each second; *generation* grows with every pass of the engine's loop."""
 
@@ -151,6 +161,7 @@ class Snapshot(Message):
     mlx_active_bytes: int
     mlx_cache_bytes: int
     mlx_peak_bytes: int
+    open: tuple[OpenRequest, ...] = Field((), description="oldest first, the first hundred")
 
 
 class Ack(Message):

@@ -16,7 +16,7 @@ from aiohttp.typedefs import Handler
 from daemon.config.address import Endpoint, is_loopback
 from daemon.ops import dashboard
 from daemon.ops.applied import AppliedConfig
-from daemon.ops.document import Document, ServerStatus
+from daemon.ops.document import Document, OpenRequests, ServerStatus
 from daemon.ops.events import EventLog
 from daemon.ops.history import HistoryDocument, Transition
 from daemon.ops.stream import EventStream
@@ -33,6 +33,9 @@ class Source(Protocol):
 
     def server(self, name: str) -> ServerStatus | None:
         """Return the part about one server."""
+
+    def requests(self, name: str) -> OpenRequests | None:
+        """Return the open requests of one server."""
 
     def unready(self, names: list[str] | None) -> dict[str, str]:
         """Return why servers are not ready, by name."""
@@ -91,6 +94,7 @@ class StatusEndpoint:
                 web.get("/v1/status", self._status),
                 web.get("/v1/servers/{name}", self._server),
                 web.get("/v1/servers/{name}/history", self._server_history),
+                web.get("/v1/servers/{name}/requests", self._requests),
                 web.get("/v1/history", self._history),
                 web.get("/v1/config", self._config),
                 web.get("/v1/events", self._event_stream),
@@ -150,6 +154,11 @@ class StatusEndpoint:
         if self._source.server(name) is None:
             return _unknown(name)
         return web.json_response({"history": self._source.server_history(name)})
+
+    async def _requests(self, request: web.Request) -> web.Response:
+        name = request.match_info["name"]
+        found = self._source.requests(name)
+        return _unknown(name) if found is None else web.json_response(found)
 
     async def _history(self, request: web.Request) -> web.Response:
         return web.json_response(self._source.history())

@@ -16,10 +16,10 @@ from daemon.config.spec import DaemonSpec
 from daemon.errors import ConfigError, Problem, TqdError, UnknownServerError
 from daemon.log import get_logger
 from daemon.ops.applied import AppliedConfig, applied
-from daemon.ops.document import Document, ServerStatus
+from daemon.ops.document import Document, OpenRequests, ServerStatus
 from daemon.ops.events import EventLog, EventPage
 from daemon.ops.history import History, HistoryDocument, Transition
-from daemon.ops.status import View, document, server_status, unready
+from daemon.ops.status import View, document, open_requests, server_status, unready
 from daemon.paths import StateDir
 from daemon.supervisor import events, plan
 from daemon.supervisor.desired import DesiredState
@@ -75,6 +75,11 @@ class DaemonCommands:
         """Return the part of the status document about one server."""
         server = self._reconciler.fleet.servers.get(name)
         return None if server is None else server_status(self._view(), server)
+
+    def requests(self, name: str) -> OpenRequests | None:
+        """Return the open requests of server *name*."""
+        server = self._reconciler.fleet.servers.get(name)
+        return None if server is None else open_requests(self._view(), server)
 
     def unready(self, names: list[str] | None) -> dict[str, str]:
         """Return why servers are not ready, by name; of *names*, or of all that are meant to run."""

@@ -14,11 +14,13 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from daemon.config.address import Endpoint
 from daemon.ops.applied import AppliedConfig
-from daemon.ops.document import Document, ServerStatus
+from daemon.ops.document import Document, OpenRequests, ServerStatus
 from daemon.ops.endpoint import StatusEndpoint
 from daemon.ops.events import EventLog
 from daemon.ops.history import HistoryDocument, Transition
-from daemon.ops.status import View, document, server_status, unready
+from daemon.ops.status import View, document, open_requests, server_status, unready
+from daemon.supervisor.plan import Fleet
+from daemon.supervisor.server import State
 
 Answer = tuple[int, Any, Mapping[str, str]]
 TRANSITION = cast("Transition", {"at": "now", "from": "loading", "to": "ready"})
@@ -46,6 +48,10 @@ class FakeSource:
     def server(self, name: str) -> ServerStatus | None:
         server = self._view.fleet.servers.get(name)
         return None if server is None else server_status(self._view, server)
+
+    def requests(self, name: str) -> OpenRequests | None:
+        server = self._view.fleet.servers.get(name)
+        return None if server is None else open_requests(self._view, server)
 
     def unready(self, names: list[str] | None) -> dict[str, str]:
         return unready(self._view.fleet, names)
@@ -165,6 +171,21 @@ def test_a_wait_that_is_no_number_is_refused(view: View, query: str) -> None:
         400,
         "such as /v1/status?wait=12&timeout=30, in seconds",
     )
+
+
+def test_open_requests_are_told_by_id_age_and_tokens_while_there_is_a_worker(view: View) -> None:
+    assert ask(view, "/v1/servers/chat/requests")[1] == {
+        "sampled_at": "2027-01-15T08:16:39.000Z",
+        "requests": [
+            {"id": "req_1", "age_s": 2.5, "stream": True, "prompt_tokens": 9, "completion_tokens": 4}
+        ],
+    }  # fmt: skip
+    nothing = {"sampled_at": None, "requests": []}
+    chat = view.fleet.servers["chat"]
+    gone = Fleet("b", {"chat": replace(chat, worker=None, state=State.BACKOFF)})
+    assert ask(replace(view, fleet=gone), "/v1/servers/chat/requests")[1] == nothing
+    assert ask(view, "/v1/servers/idle/requests")[1] == nothing
+    assert ask(view, "/v1/servers/nobody/requests")[0] == 404
 
 
 def test_history_and_the_applied_configuration_have_pages(view: View) -> None:
