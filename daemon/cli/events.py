@@ -21,6 +21,12 @@ if TYPE_CHECKING:  # the group imports this module
 WAIT_S = 30.0  # of one question to the daemon
 RETRY_S = 1.0
 
+_RESULTS = {
+    "applied": "applied",
+    "noop": "read again, nothing has changed",
+    "rejected": "rejected; what runs is unchanged",
+}
+
 
 @click.command()
 @click.option("-f", "--follow", "following", is_flag=True, help="Go on with what happens.")
@@ -74,7 +80,7 @@ def _head(event: EventJson) -> str:
         case "server.removed":
             return f"{data['server']}: removed"
         case "config.reloaded":
-            return f"servers.yaml: {data['result']}"
+            return f"servers.yaml: {_RESULTS[data['result']]}"
         case "config.pending":
             return "servers.yaml: has changes that `tqd reload` applies"
         case _:

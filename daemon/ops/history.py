@@ -91,13 +91,13 @@ class History:
 
     def fleet_changed(self, before: Fleet, after: Fleet) -> None:
         """Record what a turn of the reconciler has changed."""
-        for name in after.servers.keys() - before.servers.keys():
+        for name in (name for name in after.servers if name not in before.servers):
             self._servers[name] = deque(maxlen=TRANSITIONS)
             self._tell("server.added", {"server": name})
         for name, change in changes(before, after):
             at = self._tell("server.changed", {"server": name, **change})
             self._servers[name].append({"at": at, **change})
-        for name in before.servers.keys() - after.servers.keys():
+        for name in (name for name in before.servers if name not in after.servers):
             del self._servers[name]
             self._tell("server.removed", {"server": name})
         if after.closing and not before.closing:

@@ -31,7 +31,7 @@ def event(name: EventName, data: Mapping[str, object]) -> EventJson:
         (
             "config.reloaded",
             {"result": "rejected", "steps": [], "errors": [PROBLEM]},
-            ["servers.yaml: rejected", "    /s.yaml:3:5: servers.a: bad", "      hint: good"],
+            ["servers.yaml: rejected; what runs is unchanged", "    /s.yaml:3:5: servers.a: bad", "      hint: good"],
         ),
         (
             "config.pending",
