@@ -20,7 +20,7 @@ HOSTILE = "<img src=x onerror=alert(1)><script>alert(2)</script>"
 STATES = "Object.fromEntries([...document.querySelectorAll('.server')].map(it => [it.querySelector('h3').textContent, it.querySelector('[data-at=state]').textContent]))"
 LIVE = "document.getElementById('live')?.textContent"
 FOCUSED = "(it => it.getAttribute('aria-label') || it.id || it.textContent)(document.activeElement)"
-LAYERS = "layers 0–1 (full): turbo8v4"
+LAYERS = "layers 0–1 (full): turbo8v4; mlx attention"
 
 
 @pytest.fixture(scope="module")
