@@ -10,10 +10,11 @@ import zlib
 from collections.abc import Sequence
 from typing import Protocol
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
 from daemon.config.address import Endpoint, is_loopback
+from daemon.metrics.exposition import Page
 from daemon.ops import dashboard
 from daemon.ops.applied import AppliedConfig
 from daemon.ops.document import Document, OpenRequests, ServerStatus
@@ -48,6 +49,9 @@ class Source(Protocol):
 
     def server_history(self, name: str) -> Sequence[Transition]:
         """Return the last changes of server *name*."""
+
+    def metrics(self) -> Page:
+        """Return the metrics page."""
 
 
 class _BadQueryError(Exception):
@@ -100,6 +104,7 @@ class StatusEndpoint:
                 web.get("/v1/events", self._event_stream),
                 web.get("/livez", self._livez),
                 web.get("/readyz", self._readyz),
+                web.get("/metrics", self._metrics),
             ]
         )
         return app
@@ -180,6 +185,11 @@ class StatusEndpoint:
         unready = self._source.unready(names)
         body = {"status": "unready" if unready else "ok", "unready": unready}
         return web.json_response(body, status=503 if unready else 200)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        page, accept = self._source.metrics(), request.headers.get(hdrs.ACCEPT, "")
+        written = await asyncio.to_thread(page.render, accept)  # with many servers it takes a while
+        return web.Response(body=written.body, headers={hdrs.CONTENT_TYPE: written.content_type})
 
 
 def _etag(document: Document) -> str:

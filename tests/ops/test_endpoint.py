@@ -13,11 +13,13 @@ from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
 
 from daemon.config.address import Endpoint
+from daemon.metrics.exposition import Page
 from daemon.ops.applied import AppliedConfig
 from daemon.ops.document import Document, OpenRequests, ServerStatus
 from daemon.ops.endpoint import StatusEndpoint
 from daemon.ops.events import EventLog
 from daemon.ops.history import HistoryDocument, Transition
+from daemon.ops.metrics import metrics
 from daemon.ops.status import View, document, open_requests, server_status, unready
 from daemon.supervisor.plan import Fleet
 from daemon.supervisor.server import State
@@ -52,6 +54,9 @@ class FakeSource:
     def requests(self, name: str) -> OpenRequests | None:
         server = self._view.fleet.servers.get(name)
         return None if server is None else open_requests(self._view, server)
+
+    def metrics(self) -> Page:
+        return metrics(self._view)
 
     def unready(self, names: list[str] | None) -> dict[str, str]:
         return unready(self._view.fleet, names)
