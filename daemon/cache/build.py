@@ -19,6 +19,8 @@ from daemon.cache.alone import alone
 from daemon.cache.latent import BatchLatentCache, LatentCache
 from daemon.cache.row import Row
 from daemon.cache.sequence import BatchCache, SequenceCache
+from daemon.kernels.attention import REFERENCE
+from daemon.kernels.case import Attend
 from daemon.kernels.keys import KeyTransform
 from daemon.policy.architecture import LayerKind
 from daemon.policy.resolve import LayerPlan
@@ -31,7 +33,7 @@ PACKED_PROBE_TOKENS = 80  # past 4 sinks and a tail of 32, so that tiles are att
 # operations. On the tiny models of every family it is exactly zero in float32.
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 8e-2}
 
-_EXACT = SCHEMES["fp16"]
+EXACT = SCHEMES["fp16"]
 
 Caches = list[Any]
 
@@ -55,8 +57,8 @@ class Slot:
         """Whether the statistics of keys mean anything here: latents have none that a rotary module made."""
         return self.packed and self.plan.kind is LayerKind.FULL
 
-    def row(self, scheme: Scheme | None = None) -> Row:
-        """Return an empty row under the plan, or with *scheme* and every token instead."""
+    def row(self, scheme: Scheme | None = None, attention: Attend = REFERENCE) -> Row:
+        """Return an empty row under the plan, or with *scheme* and every token instead, to which *attention* attends."""
         return Row(
             scheme or self.plan.effective,
             sink_tokens=self.plan.sink_tokens,
@@ -65,6 +67,7 @@ class Slot:
             token_budget=None if scheme else self.plan.token_budget,
             keys=self.keys,
             statistics_id=self.statistics_id,
+            attention=attention,
         )
 
     def placed(self, stock: Any, make: Callable[[Any], Any]) -> Any:
@@ -82,18 +85,25 @@ class CacheFactory:
     """Makes the caches of a new sequence; installed as the model's `make_cache`.
 
     *one_row*: the model cannot run several sequences together, so its caches stand for a batch of one.
+    *attention* attends to what is packed.
     """
 
     def __init__(
-        self, stock: Callable[[], Caches], slots: Sequence[Slot], *, one_row: bool = False
+        self,
+        stock: Callable[[], Caches],
+        slots: Sequence[Slot],
+        *,
+        one_row: bool = False,
+        attention: Attend = REFERENCE,
     ) -> None:
         self._stock = stock
         self._one_row = one_row
+        self._attention = attention
         self.slots = tuple(slots)
 
     def __call__(self) -> Caches:
         """Return one cache for each slot, empty."""
-        return self._make(Slot.row)
+        return self._make(lambda slot: slot.row(attention=self._attention))
 
     def stock(self) -> Caches:
         """Return mlx-lm's own caches."""
@@ -102,7 +112,7 @@ class CacheFactory:
 
     def unpacked(self) -> Caches:
         """Return our caches with every layer in full precision: what the probe compares with mlx-lm's own."""
-        return self._make(lambda slot: slot.row(_EXACT))
+        return self._make(lambda slot: slot.row(EXACT))
 
     @property
     def plans(self) -> tuple[LayerPlan, ...]:
@@ -131,6 +141,10 @@ class CacheFactory:
         ]
         return self._with(slots)
 
+    def attended_by(self, attention: Attend) -> CacheFactory:
+        """Return a factory of the same caches, to which *attention* attends."""
+        return CacheFactory(self._stock, self.slots, one_row=self._one_row, attention=attention)
+
     @property
     def packed_kinds(self) -> tuple[LayerKind, ...]:
         """The kinds of the layers whose caches are ours."""
@@ -154,7 +168,7 @@ class CacheFactory:
         return self._with(slots)
 
     def _with(self, slots: Sequence[Slot]) -> CacheFactory:
-        return CacheFactory(self._stock, slots, one_row=self._one_row)
+        return CacheFactory(self._stock, slots, one_row=self._one_row, attention=self._attention)
 
     def _make(self, row_of: Callable[[Slot], Row]) -> Caches:
         made = [
@@ -211,7 +225,7 @@ def _growing(cache: Any) -> tuple[int, ...]:
 
 
 def _asks(plan: LayerPlan) -> bool:
-    return plan.effective != _EXACT or plan.token_budget is not None
+    return plan.effective != EXACT or plan.token_budget is not None
 
 
 def _filler(plans: Sequence[LayerPlan], index: int) -> LayerPlan:
@@ -221,7 +235,7 @@ def _filler(plans: Sequence[LayerPlan], index: int) -> LayerPlan:
 def _unpacked(plan: LayerPlan, reason: str) -> LayerPlan:
     if not _asks(plan):
         return plan
-    return replace(plan, effective=_EXACT, token_budget=None, reason=reason)
+    return replace(plan, effective=EXACT, token_budget=None, reason=reason)
 
 
 def convert(caches: Sequence[Any], row_of: Callable[[int], Row | None]) -> Caches:

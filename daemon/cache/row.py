@@ -19,6 +19,8 @@ import mlx.core as mx
 from daemon.cache import window
 from daemon.cache.side import FullPrecision, RowState, dtype_name
 from daemon.kernels import codec, packing
+from daemon.kernels.attention import REFERENCE
+from daemon.kernels.case import Attend
 from daemon.kernels.keys import KeyTransform
 from daemon.kernels.packing import TILE, Packed, TileLayout
 from daemon.kernels.rotation import Side
@@ -33,7 +35,8 @@ class Row:
     Of these, *dropped* tokens after the sinks are gone, in whole tiles, where there is a
     *token_budget*: the most tokens that any token attends to. Tokens leave the tail *fold_tokens* at a
     time, a multiple of a tile. *keys* is what is taken off keys before they are packed, and
-    *statistics_id* the name of the statistics behind it; affine keys are packed as they are.
+    *statistics_id* the name of the statistics behind it; affine keys are packed as they are. *attention*
+    is what attends to it.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Row:
         token_budget: int | None = None,
         keys: KeyTransform | None = None,
         statistics_id: str | None = None,
+        attention: Attend = REFERENCE,
     ) -> None:
         if token_budget is not None and (
             token_budget % TILE
@@ -62,6 +66,7 @@ class Row:
         self.fold_tokens = fold_tokens
         self.token_budget = token_budget
         self.statistics_id = statistics_id
+        self.attention = attention
         self.length = 0
         self.dropped = 0
         self._packed_to = 0
@@ -80,6 +85,7 @@ class Row:
             token_budget=self.token_budget,
             keys=self.keys,
             statistics_id=self.statistics_id,
+            attention=self.attention,
         )
 
     def copy(self) -> Row:

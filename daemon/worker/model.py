@@ -17,15 +17,16 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, load_tokenizer
 
-from daemon.cache import build, seam
+from daemon.cache import backends, build, seam
 from daemon.cache.build import CacheFactory
 from daemon.config import wire
 from daemon.errors import PolicyError, WorkerExit, WorkerExitError
-from daemon.kernels import attention
+from daemon.kernels.attention import on_this_device
 from daemon.policy.architecture import Architecture, LayerKind, read_architecture
-from daemon.policy.resolve import ResolvedPolicy, resolve, summarize
+from daemon.policy.resolve import ResolvedPolicy, resolve
 from daemon.policy.rules import Batching, architectures
 from daemon.worker.calibration import Calibration, Wanted, calibrated
+from daemon.worker.kv_report import kv_report
 
 Progress = Callable[[str, float], None]
 
@@ -81,7 +82,10 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
     calibration = _calibration(spec, architecture, model, tokenizer, factory, progress)
     factory = factory.calibrated(calibration.transforms, calibration.id)
     cost = build.measure(model, factory, vocab_size)
-    kv_report = _kv_report(spec, resolved, factory, cost, calibration)
+    attention = on_this_device()
+    chosen = backends.choices(model, factory, attention)
+    factory = factory.attended_by(attention)
+    report = kv_report(spec.kv, resolved, factory, chosen, cost, calibration)
     if spec.kv.strict:
         _refuse_fallbacks(resolved, factory)
         _refuse_lost_budgets(resolved, factory)
@@ -97,7 +101,7 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
         eos_token_ids=frozenset(tokenizer.eos_token_ids),
         batching=architecture.batching,
         model_report=_model_report(spec, folder, model, architecture),
-        kv_report=kv_report,
+        kv_report=report,
     )
 
 
@@ -219,41 +223,6 @@ def _calibration(
         factory,
         wanted,
         lambda share: progress("measuring the keys (once per model)", 0.85 + 0.15 * share),
-    )
-
-
-def _kv_report(
-    spec: wire.WorkerSpec,
-    resolved: ResolvedPolicy,
-    factory: CacheFactory,
-    cost: build.BytesPerToken,
-    calibration: Calibration,
-) -> wire.KvReport:
-    built = {slot.plan.index: slot.plan for slot in factory.slots}
-    plans = tuple(built.get(plan.index, plan) for plan in resolved.layers)
-    final = ResolvedPolicy(layers=plans, warnings=resolved.warnings, summary=summarize(plans))
-    return wire.KvReport(
-        policy=spec.kv.policy,
-        summary=final.summary,
-        layers=tuple(
-            wire.LayerReport(
-                first=group.first,
-                last=group.last,
-                kind=group.kind,
-                requested=group.requested,
-                effective=group.effective,
-                reason=group.reason,
-            )
-            for group in final.groups()
-        ),
-        effective=dict(final.effective_counts),
-        warnings=(*final.warnings, *([calibration.problem] if calibration.problem else [])),
-        calibration=calibration.source,
-        sink_tokens=spec.kv.sink_tokens,
-        tail_tokens=spec.kv.tail_tokens,
-        backend=attention.backend() if factory.any_packed else "mlx",
-        bytes_per_token=cost.effective,
-        bytes_per_token_fp16=cost.fp16,
     )
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daemon.cache.row import Row
-from daemon.kernels import attention, codec
+from daemon.kernels import codec, reference
 from daemon.kernels.keys import KeyTransform
 from daemon.policy.schemes import FP16, SCHEMES, Scheme, parse_scheme
 
@@ -74,7 +74,7 @@ def test_attention_equals_plain_attention_over_reconstructed_vectors(
     stored = row.stored()
     q = mx.random.normal((6, queries, DIM_K), key=mx.random.key(9))
 
-    got = attention.attend(q, stored, DIM_K**-0.5, None, None)
+    got = reference.attend(q, stored, DIM_K**-0.5, None, None)
 
     packed = range(stored.packed_from, stored.packed_to)
     expected = plain_attention(q, keys, values, packed=packed, scheme=parse_scheme(scheme))
@@ -193,7 +193,7 @@ def test_trim_leaves_a_row_that_goes_on_exactly(seed: int, trims: list[int]) -> 
     kept.append(at)
     q = mx.random.normal((HEADS, 1, DIM_K), key=mx.random.key(seed))
 
-    got = attention.attend(q, row.stored(), DIM_K**-0.5, None, None)
+    got = reference.attend(q, row.stored(), DIM_K**-0.5, None, None)
 
     index = mx.array(kept)
     expected = plain_attention(
@@ -221,7 +221,7 @@ def test_a_copy_is_independent(scheme: str) -> None:
     row = filled(scheme, 100)
     other = copy.deepcopy(row)
     q = mx.random.normal((HEADS, 1, DIM_K), key=mx.random.key(1))
-    before = attention.attend(q, row.stored(), 1.0, None, None)
+    before = reference.attend(q, row.stored(), 1.0, None, None)
 
     for fork, seed in ((other, 11), (row.copy(), 12)):
         keys, values = tokens(80, seed=seed)
@@ -230,7 +230,7 @@ def test_a_copy_is_independent(scheme: str) -> None:
     mx.eval(other.arrays)
 
     assert row.length == 100
-    assert mx.array_equal(attention.attend(q, row.stored(), 1.0, None, None), before)
+    assert mx.array_equal(reference.attend(q, row.stored(), 1.0, None, None), before)
 
 
 @pytest.mark.parametrize("scheme", PACKED)
@@ -261,16 +261,16 @@ def test_output_has_the_queries_dtype(dtype: mx.Dtype) -> None:
     for length in (1, 12):
         q = mx.random.normal((HEADS, length, DIM_K)).astype(dtype)
 
-        assert attention.attend(q, row.stored(), 1.0, None, None).dtype == dtype
+        assert reference.attend(q, row.stored(), 1.0, None, None).dtype == dtype
 
 
 def test_learned_sinks_take_their_share_of_the_weights() -> None:
     row = filled("turbo8v8", 100)
     q = mx.random.normal((HEADS, 1, DIM_K), key=mx.random.key(2))
-    without = attention.attend(q, row.stored(), 0.0, None, None)
+    without = reference.attend(q, row.stored(), 0.0, None, None)
 
     # with all scores 0, a sink of logit log(100) takes half of all weights
-    with_sinks = attention.attend(
+    with_sinks = reference.attend(
         q, row.stored(), 0.0, None, mx.full((HEADS,), float(np.log(100.0)))
     )
 
@@ -284,8 +284,8 @@ def test_a_mask_hides_tokens_wherever_they_are_stored(length: int) -> None:
     seen = mx.arange(120)[None] == 50  # one packed token
     mask = mx.broadcast_to(seen, (length, 120))
 
-    boolean = attention.attend(q, row.stored(), 1.0, mask, None)
-    additive = attention.attend(q, row.stored(), 1.0, mx.where(mask, 0.0, -1e9), None)
+    boolean = reference.attend(q, row.stored(), 1.0, mask, None)
+    additive = reference.attend(q, row.stored(), 1.0, mx.where(mask, 0.0, -1e9), None)
 
     value = codec.reconstruct(
         *codec.encode(tokens(120)[1][:, 50:51], parse_scheme("turbo4v4").v, "v"),
