@@ -106,12 +106,13 @@ def metal_kernel(
 
 @contextmanager
 def installed(mode: str = "ub", order: str = "forward", seed: int = 0) -> Iterator[Settings]:
-    """Make code that is written for Metal run here: mx.fast.metal_kernel is ours, and Metal counts as available."""
+    """Make code that is written for Metal run here: mx.fast.metal_kernel is ours, and Metal is the default device."""
     before = dict(vars(SETTINGS))
     vars(SETTINGS).update(vars(Settings(mode, order, seed)))
     with (
         patch.object(mx.fast, "metal_kernel", metal_kernel),
         patch.object(mx.metal, "is_available", lambda: True),
+        patch.object(mx, "default_device", lambda: mx.Device(mx.gpu)),
     ):
         try:
             yield SETTINGS
