@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Protocol
+from typing import Protocol, cast
 
 import mlx.core as mx
 
@@ -127,7 +127,7 @@ def _problem(encode: Encode, layout: TileLayout) -> str | None:
         for ours, theirs in ((got.k, expected.k), (got.v, expected.v)):
             if ours is None or theirs is None:
                 continue
-            if mx.mean(ours[0] != theirs[0]).item() > _TOLERANCE:
+            if cast("float", mx.mean(ours[0] != theirs[0]).item()) > _TOLERANCE:
                 return "disagree with the reference about codes on this device"
             if not mx.allclose(ours[1], theirs[1], rtol=2e-3, atol=0).item():
                 return "disagree with the reference about scales on this device"

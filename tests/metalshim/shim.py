@@ -1,6 +1,6 @@
 """mx.fast.metal_kernel for a machine without Metal: the same call, executed on the CPU.
 
-Kernels run when they are called, not when their result is needed, and not inside mx.compile.
+Kernels run when they are called, not when their result is needed; not inside mx.compile, and only while installed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.metalshim.translate import Argument, TemplateValue, named, translatio
 Scalar = bool | int | float
 
 
-@dataclass
+@dataclass(eq=False)
 class Settings:
     """How kernels run, and what ran: each launch by kernel, each translated source by its text."""
 
@@ -32,7 +32,7 @@ class Settings:
     sources: dict[str, str] = field(default_factory=dict)
 
 
-SETTINGS = Settings()
+_installed: list[Settings] = []  # the last one counts
 
 
 def metal_kernel(
@@ -60,6 +60,7 @@ def metal_kernel(
         init_value: float | None = None,
         stream: object = None,
     ) -> list[mx.array]:
+        settings = _installed[-1]
         arguments, buffers = [], []
         for key, value in zip(input_names, inputs, strict=True):
             array, dtype = _numpy(value)
@@ -85,17 +86,17 @@ def metal_kernel(
             )
         values = [(key, _template_value(value)) for key, value in template]
         text = translation(name, header, source, arguments, values)
-        SETTINGS.sources[text] = name
+        settings.sources[text] = name
         done = launch.launch(
-            compiler.compiled(text, SETTINGS.mode),
+            compiler.compiled(text, settings.mode),
             [*buffers, *outputs],
             grid,
             threadgroup,
-            check=SETTINGS.mode == "check",
-            order=SETTINGS.order,
-            seed=SETTINGS.seed,
+            check=settings.mode == "check",
+            order=settings.order,
+            seed=settings.seed,
         )
-        SETTINGS.launches.append((name, done))
+        settings.launches.append((name, done))
         return [
             _mlx(np.frombuffer(buffer.memory, _storage(_dtype_name(kind))).reshape(shape), kind)
             for buffer, shape, kind in zip(outputs, output_shapes, output_dtypes, strict=True)
@@ -107,17 +108,17 @@ def metal_kernel(
 @contextmanager
 def installed(mode: str = "ub", order: str = "forward", seed: int = 0) -> Iterator[Settings]:
     """Make code that is written for Metal run here: mx.fast.metal_kernel is ours, and Metal is the default device."""
-    before = dict(vars(SETTINGS))
-    vars(SETTINGS).update(vars(Settings(mode, order, seed)))
+    settings = Settings(mode, order, seed)
+    _installed.append(settings)
     with (
         patch.object(mx.fast, "metal_kernel", metal_kernel),
         patch.object(mx.metal, "is_available", lambda: True),
         patch.object(mx, "default_device", lambda: mx.Device(mx.gpu)),
     ):
         try:
-            yield SETTINGS
+            yield settings
         finally:
-            vars(SETTINGS).update(before)
+            _installed.remove(settings)
 
 
 def _dtype_name(dtype: mx.Dtype) -> str:
