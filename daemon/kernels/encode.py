@@ -15,7 +15,9 @@ from daemon.policy.schemes import Codec
 
 _Coded = tuple[mx.array, mx.array]
 
-_TOLERANCE = 1e-3  # share of codes: a sum in another order moves a coordinate on a threshold to the other side
+# Share of codes that may differ: a sum in another order may move a coordinate over a threshold, or choose another of
+# two stretches with all but the same angle. No error of a kernel leaves the others right.
+_TOLERANCE = 0.02
 
 
 class Encode(Protocol):
@@ -129,7 +131,7 @@ def _problem(encode: Encode, layout: TileLayout) -> str | None:
                 continue
             if cast("float", mx.mean(ours[0] != theirs[0]).item()) > _TOLERANCE:
                 return "disagree with the reference about codes on this device"
-            if not mx.allclose(ours[1], theirs[1], rtol=2e-3, atol=0).item():
+            if not mx.allclose(ours[1], theirs[1], rtol=2e-2, atol=0).item():
                 return "disagree with the reference about scales on this device"
     except Exception as error:  # noqa: BLE001 - whatever a device's compiler or driver raises means "not here"
         first_line = (str(error).strip().splitlines() or [""])[0]

@@ -169,7 +169,7 @@ def tiles(
     """Return the tiles that hold *k* and *v* from slot *first* on; the contract is encode.tiles'.
 
     Codes and scales are the reference's except where the order of a sum decides: a coordinate on a
-    threshold, a scale between two fp16 numbers.
+    threshold, two stretches with one angle, a scale between two fp16 numbers.
     """
     given = k if k is not None else v
     assert given is not None, "there is nothing to encode"
@@ -184,9 +184,11 @@ def tiles(
             _thresholds(layout.v, layout.dim_v),
             _centroids(layout.k, layout.dim_k),
             _centroids(layout.v, layout.dim_v),
+            _stretches(),
             _empty(mx.uint32) if old is None else old,
         ],
         template=[
+            ("STRETCHES", len(codec.STRETCHES)),
             ("DIM_K", layout.dim_k),
             ("DIM_V", layout.dim_v),
             ("K_HALF_BITS", _half_bits(layout.k)),
@@ -307,6 +309,13 @@ def _thresholds(kind: Codec, dim: int) -> mx.array:
 
 
 @cache
+def _stretches() -> mx.array:
+    return mx.array(
+        np.resize(np.array(codec.STRETCHES, dtype=np.float32), max(8, len(codec.STRETCHES)))
+    )
+
+
+@cache
 def _attend() -> _Kernel:
     return _kernel(
         "attend",
@@ -330,7 +339,8 @@ def _encode() -> _Kernel:
     return _kernel(
         "encode",
         inputs=(
-            "sizes", "k", "v", "k_thresholds", "v_thresholds", "k_centroids", "v_centroids", "old",
+            "sizes", "k", "v", "k_thresholds", "v_thresholds", "k_centroids", "v_centroids", "stretches",
+            "old",
         ),
         outputs=("tiles",),
         header=_source("vectors"),

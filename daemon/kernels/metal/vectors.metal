@@ -17,10 +17,11 @@ METAL_FUNC int nearest(float u, int levels, const device float* thresholds) {
 }
 
 // Codes and scales of the 32 slots whose first one takes vector begin; slots without a vector get zeros.
-template <int DIM, int HALF_BITS>
+// Codes are nearest to a vector of length √DIM times the stretch that leaves the smallest angle.
+template <int DIM, int HALF_BITS, int STRETCHES>
 METAL_FUNC void encode(
     const device float* vectors, int begin, int count, const device float* thresholds,
-    const device float* centroids, threadgroup uchar* codes, threadgroup half* scales, int thread_index) {
+    const device float* centroids, const device float* stretches, threadgroup uchar* codes, threadgroup half* scales, int thread_index) {
   constexpr int SHARE = (DIM + 31) / 32;  // values of a lane
   constexpr int LEVELS = HALF_BITS == 7 ? 11 : 1 << (HALF_BITS / 2);
   const int lane = thread_index % 32;
@@ -55,16 +56,32 @@ METAL_FUNC void encode(
       const float norm = precise::sqrt(simd_sum(squares));
       const float factor = precise::sqrt(float(DIM)) / at_least(norm, TINY);
       float overlap = 0;
-      for (int i = 0; i < SHARE; i++) {
-        int d = lane + 32 * i;
-        float u = z[i] * factor;
-        int code = there ? nearest(u, LEVELS, thresholds) : 0;
-        overlap += u * centroids[code];
-        if (d < DIM) {
-          codes[slot * DIM + d] = uchar(code);
+      float closest = -1;
+      for (int n = 0; n < STRETCHES; n++) {
+        int candidate[SHARE];
+        float along = 0;
+        float size = 0;
+        for (int i = 0; i < SHARE; i++) {
+          candidate[i] = there ? nearest(z[i] * factor * stretches[n], LEVELS, thresholds) : 0;
+          float c = lane + 32 * i < DIM ? centroids[candidate[i]] : 0;
+          along += z[i] * factor * c;
+          size += c * c;
+        }
+        along = simd_sum(along);
+        size = simd_sum(size);
+        float cosine = along * along / at_least(size, TINY);
+        if (n > 0 && !(cosine > closest)) {
+          continue;
+        }
+        closest = cosine;
+        overlap = along;
+        for (int i = 0; i < SHARE; i++) {
+          int d = lane + 32 * i;
+          if (d < DIM) {
+            codes[slot * DIM + d] = uchar(candidate[i]);
+          }
         }
       }
-      overlap = simd_sum(overlap);
       scale = norm > TINY ? to_half(precise::sqrt(float(DIM)) * norm / at_least(overlap, TINY)) : half(0);
     }
     if (lane == 0) {
