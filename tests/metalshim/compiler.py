@@ -97,15 +97,12 @@ _FAR_CAST = re.compile(r"\(\s*(?:const\s+)?\w[\w<>, ]*\s*\*+\s*\)")
 def lint(source: str) -> list[str]:
     """Return what is wrong with the address spaces in the C++ text *source*, one line each."""
     body = source.split("#line 200000")[0]
-    text = _folder() / f"lint-{_hash(body)}.cpp"
-    text.write_text(body)
     command = [
-        _clang(), "-std=c++17", "-fsyntax-only", "-Wno-unknown-attributes",
-        "-Wno-duplicate-decl-specifier", "-Xclang", "-cl-single-precision-constant",
-        "-include", str(CPP / "lint.h"), str(text),
+        _clang(), "-std=c++14", "-Werror=c++17-extensions",  # Metal's language is a C++14
+        "-fsyntax-only", "-Wno-unknown-attributes", "-Wno-duplicate-decl-specifier",
+        "-Xclang", "-cl-single-precision-constant", "-include", str(CPP / "lint.h"), "-x", "c++", "-",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True)
-    text.unlink()
+    done = subprocess.run(command, input=body, capture_output=True, text=True)
     casts = [
         f"cast without an address space: {cast}"
         for cast in _FAR_CAST.findall(body)

@@ -149,7 +149,7 @@ for (int tile = first_tile; tile < end_tile; tile += stride) {
         int head = n / new_tokens;
         int row = (mask_shape[0] > 1 ? head : 0) * int(mask_shape[1]) + (mask_shape[1] > 1 ? new_token : 0);
         if (MASK == 1) {
-          visible = mask[row * length + token] != 0;
+          visible = float(mask[row * length + token]) != 0;
         } else {
           score[q] += float(mask[row * length + token]) * M_LOG2E_F;
         }

@@ -1,11 +1,8 @@
 // Encoding rotated vectors as daemon/kernels/codec.py does, and packing their codes as packing.py does.
 
-constexpr constant float LARGEST_HALF = 65504;
-constexpr constant float TINY = 1e-30f;
-
-// NaN stays NaN, which max and min would lose.
+// Comparisons, because max and min would lose NaN.
 METAL_FUNC float at_least(float x, float low) { return x < low ? low : x; }
-METAL_FUNC half to_half(float x) { return half(x > LARGEST_HALF ? LARGEST_HALF : x); }
+METAL_FUNC half to_half(float x) { return half(x > 65504.0f ? 65504.0f : x); }
 
 // The code of the nearest centroid: thresholds lie between those that are not negative.
 METAL_FUNC int nearest(float u, int levels, const device float* thresholds) {
@@ -24,6 +21,7 @@ METAL_FUNC void encode(
     const device float* centroids, const device float* stretches, threadgroup uchar* codes, threadgroup half* scales, int thread_index) {
   constexpr int SHARE = (DIM + 31) / 32;  // values of a lane
   constexpr int LEVELS = HALF_BITS == 7 ? 11 : 1 << (HALF_BITS / 2);
+  constexpr float tiny = 1e-30f;
   const int lane = thread_index % 32;
   for (int slot = thread_index / 32; slot < 32; slot += 8) {
     const int token = begin + slot;
@@ -54,7 +52,7 @@ METAL_FUNC void encode(
       }
     } else {
       const float norm = precise::sqrt(simd_sum(squares));
-      const float factor = precise::sqrt(float(DIM)) / at_least(norm, TINY);
+      const float factor = precise::sqrt(float(DIM)) / at_least(norm, tiny);
       float overlap = 0;
       float closest = -1;
       for (int n = 0; n < STRETCHES; n++) {
@@ -69,7 +67,7 @@ METAL_FUNC void encode(
         }
         along = simd_sum(along);
         size = simd_sum(size);
-        float cosine = along * along / at_least(size, TINY);
+        float cosine = along * along / at_least(size, tiny);
         if (n > 0 && !(cosine > closest)) {
           continue;
         }
@@ -82,7 +80,7 @@ METAL_FUNC void encode(
           }
         }
       }
-      scale = norm > TINY ? to_half(precise::sqrt(float(DIM)) * norm / at_least(overlap, TINY)) : half(0);
+      scale = norm > tiny ? to_half(precise::sqrt(float(DIM)) * norm / at_least(overlap, tiny)) : half(0);
     }
     if (lane == 0) {
       scales[slot] = scale;

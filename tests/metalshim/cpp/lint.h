@@ -40,10 +40,7 @@ VECTORS(half) VECTORS(int) VECTORS(uint) VECTORS(ushort) VECTORS(uchar) VECTORS(
     static T max();
     static T infinity();
   };
-  using std::conditional_t;
-  using std::enable_if_t;
-  using std::is_same_v;
-  template <class T, class U>
+        template <class T, class U>
   T as_type(U);
 #define UNARY(name)  \
   float name(float); \
