@@ -20,6 +20,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "configuration": ("check", "schema", "init"),
     "lifecycle": ("run", "shutdown", "start", "stop", "restart", "reload"),
     "observing": ("status", "logs", "diff"),
+    "events": ("events",),
     "evaluation": ("eval", "advise"),
     "demo": ("demo-model",),
 }

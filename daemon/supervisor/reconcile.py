@@ -52,8 +52,8 @@ class _Job:
 class Reconciler:
     """Owns the fleet. Give it its workers, then await `run`.
 
-    *profiles* is where workers keep calibration profiles. *turned* is called after every turn of the loop, *recheck* when only reading the configuration
-    again can tell whether a server is still blocked.
+    *profiles* is where workers keep calibration profiles. *changed* gets the fleet before and after each turn that changed it, *turned* is called after every
+    turn of the loop, *recheck* when only reading the configuration again can tell whether a server is still blocked.
     """
 
     workers: Workers
@@ -67,6 +67,7 @@ class Reconciler:
         clock: Callable[[], float],
         leftovers: Mapping[str, int],
         launched: Mapping[str, int],
+        changed: Callable[[Fleet, Fleet], None],
         turned: Callable[[], None],
         recheck: Callable[[], None],
     ) -> None:
@@ -79,6 +80,7 @@ class Reconciler:
         self._profiles = profiles
         self._log_path = log_path
         self._clock = clock
+        self._changed = changed
         self._turned = turned
         self._recheck = recheck
         self._refused: Mapping[Address, AddressTakenError] = {}
@@ -138,6 +140,7 @@ class Reconciler:
         changed = plan.changed(before, self.fleet)
         self._wakes.follow(self.fleet, changed)
         self._note_changes(before, changed)
+        self._changed(before, self.fleet)
         if self._refused or self._sockets.unsettled or not plan.same_listeners(before, self.fleet):
             await self._arrange_sockets()
         for effect in effects:
