@@ -227,6 +227,13 @@ def test_a_reload_during_a_slow_drain_is_not_lost(site: Site) -> None:
     assert site.server("a")["worker_spec_hash"] == site.server("a")["spec_hash"]
 
 
+def without_servers(site: Site) -> str:
+    servers, site.servers = site.servers, {}
+    text = site.text()
+    site.servers = servers
+    return text
+
+
 def test_an_edit_that_removes_everything_waits_for_a_newer_file(site: Site) -> None:
     site.add("a")
     site.write()
@@ -234,12 +241,38 @@ def test_an_edit_that_removes_everything_waits_for_a_newer_file(site: Site) -> N
     pids = site.ready()
     whole = site.file.read_text()
 
-    site.write("version: 1\nservers: {}\n")
-    time.sleep(1.5)  # longer than a change takes to be noticed, shorter than the confirmation
+    site.write(without_servers(site))
+    site.until(lambda: "it removes much" in site.daemon_output(), "the edit waits")
     site.write(whole)
     site.until(lambda: site.tqd("diff").stdout == "nothing would change\n", "the file is whole")
 
     assert site.ready() == pids
+
+
+def test_a_signal_while_an_edit_waits_ends_the_daemon_and_applies_nothing(site: Site) -> None:
+    site.add("a")
+    site.write()
+    site.run()
+    site.ready()
+    site.write(without_servers(site))
+    site.until(lambda: "it removes much" in site.daemon_output(), "the edit waits")
+    site.signal(signal.SIGTERM)
+    assert site.ended() == 0
+
+    site.file.unlink()  # what was last good is what was in force, not what waited
+    site.run()
+    site.ready("a")
+
+
+def test_a_drain_that_does_not_end_is_bounded(site: Site) -> None:
+    site.add("a", env={"STUB_DRAIN_S": "60"}, drain_timeout="300ms", stop_grace="500ms")
+    site.write()
+    site.run()
+    site.ready()
+    site.servers["a"]["max_context"] = 64
+    site.write()
+    site.until(lambda: site.server("a")["launch"] == 2, "the worker is replaced")
+    site.ready()
 
 
 def test_manual_reload_shows_what_is_pending_and_applies_it_on_command(site: Site) -> None:
