@@ -108,7 +108,7 @@ class Register:
         workers = [asdict(it) for it in self._workers.values()]
         document = {"workers": workers, "launches": self._launches}
         try:
-            write_private(self._path, json.dumps(document, indent=1).encode())
+            write_private(self._path, json.dumps(document).encode())
         except OSError as error:  # a full disk: the lease still ends these workers with the daemon
             get_logger().error("state.not_written", path=str(self._path), error=error.strerror)
 
