@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from daemon.cli import evaluation_tables as tables
+from daemon.cli.completion import servers
 from daemon.cli.measuring import Heard, measure
 from daemon.cli.target import Target, find
 from daemon.config.evaluation import Contender, EvalJob, EvalReport
@@ -38,7 +39,7 @@ _LOCK_TIMEOUT_S = 30.0
 
 
 @click.command()
-@click.argument("target", metavar="SERVER|MODEL")
+@click.argument("target", metavar="SERVER|MODEL", shell_complete=servers)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.pass_obj
 def advise(settings: Settings, target: str, as_json: bool) -> None:
@@ -56,7 +57,7 @@ def advise(settings: Settings, target: str, as_json: bool) -> None:
 
 
 @click.command("eval")
-@click.argument("target", metavar="SERVER|MODEL")
+@click.argument("target", metavar="SERVER|MODEL", shell_complete=servers)
 @click.option(
     "--policy",
     "names",

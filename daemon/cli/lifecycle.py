@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
+from daemon.cli.completion import servers
 from daemon.cli.detached import start_daemon
 from daemon.cli.waiting import wait
 from daemon.errors import ConfigError, InProgressError, NotRunningError
@@ -59,7 +60,7 @@ def _names(command: Command) -> Command:
     command = click.option("--all", "every", is_flag=True, help="All servers that are enabled.")(
         command
     )
-    return click.argument("names", nargs=-1, metavar="[NAME]...")(command)
+    return click.argument("names", nargs=-1, metavar="[NAME]...", shell_complete=servers)(command)
 
 
 @click.command()

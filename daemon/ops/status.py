@@ -50,6 +50,7 @@ class View:
     reload_mode: str
     desired_source: Callable[[str], str]
     log_path: Callable[[str], Path]
+    log_dropped: Callable[[Path], int]
     version: str
     pid: int
     started: float
@@ -106,6 +107,7 @@ def server_status(view: View, server: Server) -> ServerStatus:
     if worker is not None and report is not None and report.launch != worker.launch:
         report = None  # of an earlier worker
     host = f"[{spec.host}]" if ":" in spec.host else spec.host
+    log_path = view.log_path(server.name)
     loading = worker is not None and server.state is State.LOADING
     return {
         "name": server.name,
@@ -146,7 +148,8 @@ def server_status(view: View, server: Server) -> ServerStatus:
         "endpoint": {"host": spec.host, "port": spec.port, "url": f"http://{host}:{spec.port}"},
         "spec_hash": server.spec_hash,
         "worker_spec_hash": worker.spec_hash if worker else None,
-        "log_path": str(view.log_path(server.name)),
+        "log_path": str(log_path),
+        "log_dropped_bytes": view.log_dropped(log_path),
         "model": _model(report),
         "model_requested": spec.model,
         "requests": _requests(server, report),

@@ -42,6 +42,7 @@ class DaemonCommands:
         configuration: Configuration,
         desired: DesiredState,
         log_path: Callable[[str, DaemonSpec], Path],
+        log_dropped: Callable[[Path], int],
     ) -> None:
         self.status_endpoint: str | None = None
         self.status_endpoint_error: str | None = None
@@ -51,6 +52,7 @@ class DaemonCommands:
         self._configuration = configuration
         self._desired = desired
         self._log_path = log_path
+        self._log_dropped = log_dropped
         self._version = importlib.metadata.version("tqd")
         self._started = clock()
         self._log = get_logger()
@@ -136,6 +138,7 @@ class DaemonCommands:
             reload_mode=daemon.reload,
             desired_source=self._desired.source,
             log_path=lambda name: self._log_path(name, daemon),
+            log_dropped=self._log_dropped,
             version=self._version,
             pid=os.getpid(),
             started=self._started,
