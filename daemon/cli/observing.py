@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from rich.console import RenderableType
 
 from daemon.cli.completion import servers
 from daemon.cli.following import Log
@@ -27,7 +28,6 @@ from daemon.units import parse_duration
 if TYPE_CHECKING:  # the group imports this module
     from daemon.cli.main import Settings
 
-REFRESH_S = 1.0
 POLL_S = 0.25
 DEFAULT_LINES = 50
 _PROCESS_STATES = ("ready", "degraded", "loading", "starting", "draining", "stopping")
@@ -57,9 +57,9 @@ def _moment(ctx: click.Context, param: click.Parameter, value: str | None) -> da
 def status(settings: Settings, name: str | None, as_json: bool, watch: bool) -> None:
     """Show every server, or everything about one; exit code 3 when that one does not run."""
     client = Client(settings.state)
-    if watch and not as_json:
+    if watch:
         with contextlib.suppress(KeyboardInterrupt):
-            _watch(client, name)
+            _watch(client, name, as_json=as_json)
         return
     document = client.status()
     server = None if name is None else _server(document, name)
@@ -73,17 +73,24 @@ def status(settings: Settings, name: str | None, as_json: bool, watch: bool) -> 
         sys.exit(NotRunningError.exit_code)
 
 
-def _watch(client: Client, name: str | None) -> None:
-    from rich.live import Live  # only here
+def _watch(client: Client, name: str | None, *, as_json: bool) -> None:
+    from daemon.cli import watching  # only here
 
-    with Live(console=console(), auto_refresh=False) as live:
-        while True:
-            document = client.status()
-            shown = (
-                overview(document) if name is None else detail(_server(document, name), document)
-            )
-            live.update(shown, refresh=True)
-            time.sleep(REFRESH_S)
+    def draw(document: Document) -> RenderableType:
+        return overview(document) if name is None else detail(_server(document, name), document)
+
+    def fetch() -> object:
+        document = client.status()
+        return document if name is None else _server(document, name)
+
+    client.status()  # a daemon that never ran is another message than one that went away
+    try:
+        if as_json:
+            watching.watch_json(fetch, time.sleep)
+        else:
+            watching.watch(client.status, draw, console(), time.sleep)
+    except DaemonUnreachableError as error:
+        raise DaemonUnreachableError("the daemon has gone", hint=error.hint) from error
 
 
 @click.command()
