@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import click
 
 from daemon import paths
-from daemon.cli import completion, configuration, evaluation, lifecycle, observing
+from daemon.cli import completion, configuration, evaluation, lifecycle, observing, service
 from daemon.cli import demo as demo_commands
 from daemon.errors import TqdError
 
@@ -71,6 +71,14 @@ class Settings:
         return paths.state_dir(self._state_dir)
 
 
-for module in (configuration, lifecycle, observing, evaluation, demo_commands, completion):
+for module in (
+    configuration,
+    lifecycle,
+    observing,
+    service,
+    evaluation,
+    demo_commands,
+    completion,
+):
     for command in module.COMMANDS:
         main.add_command(command)

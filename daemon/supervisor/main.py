@@ -114,6 +114,7 @@ class _Daemon:
         control = ControlSocket(path, self._commands)
         control.bind()
         self._instance.announce(path)
+        self._state.refused.unlink(missing_ok=True)
         self._log.info("daemon.started", pid=os.getpid(), state_dir=str(self._state.root))
         try:
             await self._run(control, daemon)
