@@ -10,7 +10,15 @@ from typing import Any, NoReturn
 import click
 
 from daemon import paths
-from daemon.cli import completion, configuration, evaluation, lifecycle, observing, service
+from daemon.cli import (
+    completion,
+    configuration,
+    evaluation,
+    lifecycle,
+    observing,
+    pulling,
+    service,
+)
 from daemon.cli import demo as demo_commands
 from daemon.errors import TqdError
 
@@ -76,6 +84,7 @@ for module in (
     lifecycle,
     observing,
     service,
+    pulling,
     evaluation,
     demo_commands,
     completion,
