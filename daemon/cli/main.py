@@ -13,6 +13,7 @@ from daemon import paths
 from daemon.cli import (
     completion,
     configuration,
+    doctor,
     evaluation,
     lifecycle,
     observing,
@@ -85,6 +86,7 @@ for module in (
     observing,
     service,
     pulling,
+    doctor,
     evaluation,
     demo_commands,
     completion,

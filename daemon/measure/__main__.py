@@ -24,13 +24,20 @@ def main() -> int:
     demo.add_argument("--variant", choices=["float32", "4bit"])
     demo.add_argument("--wheel", type=Path)
     tasks.add_parser("eval", help="reads an EvalJob from stdin")
+    tasks.add_parser("context", help="runs one operation of MLX where and as a worker would")
     arguments = parser.parse_args()
 
     sys.stdout = sys.stderr  # whatever a library prints must not come between our lines
     # transformers says at import that PyTorch is missing; nothing here wants it
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # noqa: TID251 - read by transformers at import
     try:
-        result = _eval() if arguments.task == "eval" else _demo_model(arguments)
+        match arguments.task:
+            case "eval":
+                result: object = _eval()
+            case "context":
+                result = _context()
+            case _:
+                result = _demo_model(arguments)
     except TqdError as error:
         _say(error=error.message, hint=error.hint)
         return error.exit_code
@@ -64,6 +71,12 @@ def _eval() -> object:
     if plot is not None:
         plots.draw_report(plot, report)
     return report.model_dump(mode="json")
+
+
+def _context() -> object:
+    from daemon.measure import context
+
+    return context.examine().model_dump(mode="json")
 
 
 def _say(**fields: object) -> None:

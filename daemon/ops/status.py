@@ -50,7 +50,7 @@ class View:
     reload_mode: str
     desired_source: Callable[[str], str]
     log_path: Callable[[str], Path]
-    log_dropped: Callable[[Path], int]
+    log_bytes_dropped: Callable[[str], int]
     version: str
     pid: int
     started: float
@@ -107,7 +107,6 @@ def server_status(view: View, server: Server) -> ServerStatus:
     if worker is not None and report is not None and report.launch != worker.launch:
         report = None  # of an earlier worker
     host = f"[{spec.host}]" if ":" in spec.host else spec.host
-    log_path = view.log_path(server.name)
     loading = worker is not None and server.state is State.LOADING
     return {
         "name": server.name,
@@ -148,8 +147,8 @@ def server_status(view: View, server: Server) -> ServerStatus:
         "endpoint": {"host": spec.host, "port": spec.port, "url": f"http://{host}:{spec.port}"},
         "spec_hash": server.spec_hash,
         "worker_spec_hash": worker.spec_hash if worker else None,
-        "log_path": str(log_path),
-        "log_dropped_bytes": view.log_dropped(log_path),
+        "log_path": str(view.log_path(server.name)),
+        "log_dropped_bytes": view.log_bytes_dropped(server.name),
         "model": _model(report),
         "model_requested": spec.model,
         "requests": _requests(server, report),

@@ -42,7 +42,6 @@ class DaemonCommands:
         configuration: Configuration,
         desired: DesiredState,
         log_path: Callable[[str, DaemonSpec], Path],
-        log_dropped: Callable[[Path], int],
     ) -> None:
         self.status_endpoint: str | None = None
         self.status_endpoint_error: str | None = None
@@ -52,7 +51,6 @@ class DaemonCommands:
         self._configuration = configuration
         self._desired = desired
         self._log_path = log_path
-        self._log_dropped = log_dropped
         self._version = importlib.metadata.version("tqd")
         self._started = clock()
         self._log = get_logger()
@@ -138,7 +136,9 @@ class DaemonCommands:
             reload_mode=daemon.reload,
             desired_source=self._desired.source,
             log_path=lambda name: self._log_path(name, daemon),
-            log_dropped=self._log_dropped,
+            log_bytes_dropped=lambda name: reconciler.workers.log_bytes_dropped(
+                self._log_path(name, daemon)
+            ),
             version=self._version,
             pid=os.getpid(),
             started=self._started,

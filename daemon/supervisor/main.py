@@ -102,7 +102,6 @@ class _Daemon:
             configuration=self._configuration,
             desired=desired,
             log_path=self._log_path,
-            log_dropped=self._logs.dropped_bytes,
         )
 
     async def serve(self) -> None:

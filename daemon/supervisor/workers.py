@@ -116,6 +116,10 @@ class Workers:
             self._log.error("worker.killed", server=name, pid=child.pid)
             child.kill()
 
+    def log_bytes_dropped(self, log_path: Path) -> int:
+        """Return how much output of the log at *log_path* was lost."""
+        return self._logs.dropped_bytes(log_path)
+
     async def _attend(self, child: Child, desk: _Desk, log_path: Path) -> None:
         spec = child.spec
         code = await child.attend(desk)

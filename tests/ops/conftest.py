@@ -91,7 +91,7 @@ def view() -> View:
         reload_mode="auto",
         desired_source=lambda name: "config",
         log_path=lambda name: Path(f"/logs/{name}.log"),
-        log_dropped=lambda path: 512 if path.stem == "code" else 0,
+        log_bytes_dropped=lambda name: 512 if name == "code" else 0,
         version="1.2.3",
         pid=42,
         started=400.0,
