@@ -40,7 +40,7 @@ def _configuration(scene: Scene) -> Iterator[Finding]:
     except ConfigError as error:
         yield from map(_problem, error.problems)
         return
-    yield Finding("config", "ok", f"{scene.config}, {len(prepared.servers)} servers")
+    yield Finding("config", "ok", f"{scene.config}: {', '.join(prepared.servers) or 'no servers'}")
     for server in prepared.servers.values():
         if server.blocked is not None and server.spec.enabled:
             _, message, hint = server.blocked
