@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,10 +11,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from click.testing import CliRunner, Result
 
+from daemon.cli.main import main
 from tests.conftest import safetensors
 
-ROOT = Path(__file__).parents[2]
 COMMIT = "c" * 40
 TAGGED = "d" * 40
 WEIGHTS = 24 * 10**6  # bytes; the library writes in pieces of ten million
@@ -129,32 +127,16 @@ def hub() -> Iterator[type[Hub]]:
         server.shutdown()
 
 
-def pull(
-    tmp_path: Path, hub: Any, *arguments: str, **keys: str
-) -> subprocess.CompletedProcess[str]:
+def pull(tmp_path: Path, hub: Any, *arguments: str, **keys: str) -> Result:
+    env = f"env: {{HF_ENDPOINT: '{hub.address}', HF_HUB_CACHE: {tmp_path / 'hf/hub'}}}"
     lines = "".join(f", {name}: {value}" for name, value in keys.items())
     (tmp_path / "servers.yaml").write_text(
         "version: 1\nservers:\n"
-        f"  chat: {{model: org/small, port: 8081{lines}}}\n"
+        f"  chat: {{model: org/small, port: 8081, {env}{lines}}}\n"
         f"  local: {{model: {tmp_path}, port: 8082}}\n"
-        "  other: {model: org/missing, port: 8083, enabled: false}\n"
+        f"  other: {{model: org/missing, port: 8083, {env}, enabled: false}}\n"
     )
-    return subprocess.run(
-        [sys.executable, "-m", "daemon", "-c", str(tmp_path / "servers.yaml"), "pull", *arguments],
-        env={
-            "PATH": os.defpath,
-            "PYTHONPATH": str(ROOT),
-            "HOME": str(tmp_path),
-            "HF_HOME": str(tmp_path / "hf"),
-            "HF_ENDPOINT": hub.address,
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "HF_HUB_DISABLE_XET": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    return CliRunner().invoke(main, ["-c", str(tmp_path / "servers.yaml"), "pull", *arguments])
 
 
 def snapshot(tmp_path: Path, commit: str = COMMIT) -> set[str]:
@@ -167,7 +149,7 @@ def test_pull_fetches_what_mlx_loads_and_takes_up_a_connection_where_it_broke(
 ) -> None:
     hub.breaking = True
     done = pull(tmp_path, hub, "--all")
-    assert done.returncode == 0, done.stderr
+    assert done.exit_code == 0, done.stderr
     assert f"chat: org/small is here, commit {COMMIT}, weights 22.9 MiB" in done.stdout
     assert f"local: {tmp_path} is a folder" in done.stdout
     assert snapshot(tmp_path) == {"config.json", "tokenizer.json", "model.safetensors"}
@@ -179,14 +161,14 @@ def test_pull_fetches_what_mlx_loads_and_takes_up_a_connection_where_it_broke(
 def test_files_that_are_whole_are_not_fetched_again(tmp_path: Path, hub: Any) -> None:
     hub.failing = True
     failed = pull(tmp_path, hub, "chat")
-    assert failed.returncode == 1
+    assert failed.exit_code == 1
     assert "whole files are kept" in failed.stderr
     hub.failing = False
     hub.asked.clear()
-    assert pull(tmp_path, hub, "chat").returncode == 0
+    assert pull(tmp_path, hub, "chat").exit_code == 0
     assert hub.asked == ["model.safetensors"]
     hub.asked.clear()
-    assert pull(tmp_path, hub, "chat").returncode == 0
+    assert pull(tmp_path, hub, "chat").exit_code == 0
     assert hub.asked == []
 
 
@@ -208,5 +190,5 @@ def test_what_cannot_be_fetched_is_refused_with_a_reason(
     tmp_path: Path, hub: Any, arguments: list[str], keys: dict[str, str], code: int, words: str
 ) -> None:
     refused = pull(tmp_path, hub, *arguments, **keys)
-    assert (refused.returncode, words in refused.stderr) == (code, True), refused.stderr
+    assert (refused.exit_code, words in refused.stderr) == (code, True), refused.stderr
     assert "Traceback" not in refused.stderr

@@ -363,3 +363,21 @@ def test_a_watched_status_ends_with_a_word_when_the_daemon_goes_away(site: Site)
         _, said = watching.communicate(timeout=30)
     assert watching.returncode == 6
     assert said.startswith("tqd: the daemon has gone\n")
+
+
+def test_a_full_disk_for_logs_stops_nobody_and_is_counted(site: Site) -> None:
+    logs = site.folder / "logs"
+    logs.mkdir()
+    (logs / "a.log").symlink_to("/dev/full")
+    if not (logs / "a.log").exists():
+        pytest.skip("this system has no /dev/full")
+    site.add("a")
+    site.add("b")
+    site.write(log={"dir": str(logs)})
+    site.run()
+    site.ready()
+    lost = site.until(lambda: site.server("a")["log_dropped_bytes"], "output is lost")
+    assert site.server("b")["log_dropped_bytes"] == 0
+    assert "could not be written" in site.tqd("status", "a").stdout
+    assert lost > 0
+    site.until(lambda: "ready" in (logs / "b.log").read_text(), "the other log is written")
