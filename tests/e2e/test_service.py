@@ -39,15 +39,15 @@ def systemd(site: Any, tmp_path: Path) -> Any:
 def test_start_goes_through_the_installed_service(systemd: Any) -> None:
     systemd.add("a")
     systemd.write()
-    assert systemd.shell("service", "install", "--no-start").returncode == 0
-    started = systemd.shell("start", "a")
-    assert (started.returncode, started.stdout) == (0, "started: a\n")
+    assert systemd.tqd("service", "install", "--no-start").exit_code == 0
+    started = systemd.tqd("start", "a")
+    assert (started.exit_code, started.stdout) == (0, "started: a\n")
     pid = systemd.client.status()["daemon"]["pid"]
     command = Path(f"/proc/{pid}/cmdline")
     if command.exists():
         assert command.read_bytes().endswith(b"run\0--service\0systemd\0")
     assert not systemd.state.daemon_log.exists()  # the journal has it
-    assert systemd.shell("shutdown").returncode == 0
+    assert systemd.tqd("shutdown").exit_code == 0
 
 
 def test_a_service_that_ends_at_once_is_explained_by_the_start_that_asked_for_it(
@@ -55,13 +55,13 @@ def test_a_service_that_ends_at_once_is_explained_by_the_start_that_asked_for_it
 ) -> None:
     systemd.add("a")
     systemd.write()
-    systemd.shell("service", "install", "--no-start")
+    systemd.tqd("service", "install", "--no-start")
     systemd.write("version: 1\nservers: {a: {modle: x}}\n")
-    failed = systemd.shell("start")
-    assert failed.returncode == 2
+    failed = systemd.tqd("start")
+    assert failed.exit_code == 2
     assert "the service ended at once" in failed.stderr
     assert "servers.a.modle: unknown key" in failed.stderr
-    assert "its daemon ended for good" in systemd.shell("service", "status").stdout
+    assert "its daemon ended for good" in systemd.tqd("service", "status").stdout
 
 
 def test_a_daemon_that_starting_again_cannot_help_ends_for_good_and_leaves_word(site: Any) -> None:
