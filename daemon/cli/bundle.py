@@ -8,7 +8,7 @@ import os
 import re
 import tarfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,9 +19,9 @@ from daemon.cli.following import Log
 from daemon.cli.machine_findings import versions
 from daemon.config.effects import leaves
 from daemon.config.load import Loaded
-from daemon.config.source import Source
 from daemon.errors import TqdError
-from daemon.ops.redaction import HIDDEN, Redaction, is_secret_name
+from daemon.ops.applied import HIDDEN, applied
+from daemon.ops.redaction import Redaction, is_secret_name
 from daemon.paths import StateDir
 from daemon.supervisor.environment import inherited
 from daemon.supervisor.files import read_json
@@ -111,27 +111,7 @@ def _configuration(scene: Scene) -> object:
     if loaded is None:
         problems = scene.refused.problems if scene.refused else ()
         return {"path": str(scene.config), "refused": [asdict(it) for it in problems]}
-    return {
-        "path": str(loaded.servers.path),
-        "files": [str(path) for path in loaded.files],
-        "content_hash": loaded.content_hash,
-        "daemon": _shown(leaves(loaded.servers.daemon), loaded.daemon_source),
-        "servers": {
-            name: {
-                **_shown(leaves(spec), loaded.sources[name]),
-                "env": dict.fromkeys(spec.env, HIDDEN),
-            }
-            for name, spec in loaded.servers.servers.items()
-        },
-    }
-
-
-def _shown(values: Mapping[str, object], source: Source) -> dict[str, object]:
-    """Return *values* without secrets and without what the environment gave; names of variables stay."""
-    return {
-        path: HIDDEN if value is not None and source.hides(path) else value
-        for path, value in values.items()
-    }
+    return applied(loaded, 0)
 
 
 def _memory(scene: Scene) -> object:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from urllib.parse import quote
 
-HIDDEN = "«hidden»"
+from daemon.ops.applied import HIDDEN
 
 _SHORTEST = 4  # characters; anything shorter is all over any text, and no secret
 _NAMES = r"api[_-]?key|access[_-]?key|token|secret|passw(?:or)?d|passphrase|credential|authorization|cookie"

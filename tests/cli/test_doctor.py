@@ -292,9 +292,9 @@ def test_a_bundle_holds_what_help_needs(doctor: Doctor, tmp_path: Path) -> None:
     assert "old launch" not in held["logs/a.log"]
     assert held["logs/a.log"].startswith("--- launch 2 ")
     config = json.loads(held["config.json"])["servers"]
-    assert config["a"]["api_key"] == "«hidden»"
-    assert config["d"]["env"] == {"PASS": "«hidden»", "ODD": "«hidden»"}
-    assert config["a"]["kv.policy"] == "balanced"
+    assert config["a"]["values"]["api_key"] == "«hidden»"
+    assert config["a"]["values"]["kv.policy"] == "balanced"
+    assert config["d"]["places"]["env.PASS"].startswith(str(tmp_path / "servers.yaml"))
     assert "SOME_TOKEN" in json.loads(held["environment.json"])
     state = json.loads(held["state.json"])
     assert state["desired"] == {"a": "stopped"}

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from daemon.ops.redaction import HIDDEN, Redaction, is_secret_name
+from daemon.ops.applied import HIDDEN
+from daemon.ops.redaction import Redaction, is_secret_name
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -336,3 +337,16 @@ async def test_polls_are_quiet_unless_they_are_refused(lines: Any) -> None:
         await app.get("/health")
         await app.get("/props")
         assert [line["level"] for line in lines()] == ["debug", "info"]
+
+
+async def test_a_snapshot_tells_open_requests_by_id_and_tokens_and_never_a_prompt() -> None:
+    body = {"messages": HELLO, "stream": True, "max_tokens": 400, "ignore_eos": True}
+    async with live_app(Script(step_s=0.01)) as app:
+        assert app.serving.snapshot().open == ()
+        asking = asyncio.create_task(app.post(CHAT, body, headers={"x-request-id": "mine"}))
+        await until(lambda: any(it.completion_tokens for it in app.serving.snapshot().open))
+        (found,) = app.serving.snapshot().open
+        assert (found.id, found.stream, found.prompt_tokens > 0) == ("mine", True, True)
+        assert "Say hi" not in app.serving.snapshot().model_dump_json()
+        asking.cancel()
+        await until(lambda: app.serving.snapshot().open == ())
