@@ -8,15 +8,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich.text import Text
 
+from daemon.cli import kernel_tables
 from daemon.cli.findings import Finding, look_around
 from daemon.cli.machine_findings import machine, versions
+from daemon.cli.measuring import measure, progress
 from daemon.cli.site_findings import site
 from daemon.cli.tables import console
+from daemon.supervisor.environment import inherited, mlx_environment, openblas
 
 if TYPE_CHECKING:  # the group imports this module
     from daemon.cli.main import Settings
@@ -33,8 +36,13 @@ _STYLES = {"ok": "green", "warn": "yellow", "problem": "red"}
     help="Write a .tar.gz to send along with a question: findings, status, the ends of the logs, the"
     " configuration without its secrets.",
 )
+@click.option(
+    "--bench",
+    is_flag=True,
+    help="Also compare the attention kernels of this device with the reference, and time them; takes minutes.",
+)
 @click.pass_obj
-def doctor(settings: Settings, as_json: bool, bundle: Path | None) -> None:
+def doctor(settings: Settings, as_json: bool, bundle: Path | None, bench: bool) -> None:
     """Look at everything that keeps models from running here, in the place of a worker.
 
     Runs one operation of MLX in a process of its own, and changes nothing. Exit code 1 when there is a problem.
@@ -42,16 +50,28 @@ def doctor(settings: Settings, as_json: bool, bundle: Path | None) -> None:
     scene = look_around(settings.config, settings.state)
     findings = chain(machine(scene), site(scene))
     found = list(findings if as_json else _shown(findings))
+    kernels = _kernels() if bench else None
+    well = _healthy(found) and (kernels is None or kernel_tables.healthy(kernels))
     if as_json:
-        document = {"ok": _healthy(found), "findings": [asdict(it) for it in found]}
+        document = {"ok": well, "findings": [asdict(it) for it in found], "kernels": kernels}
         click.echo(json.dumps(document, indent=2, ensure_ascii=False))
+    elif kernels is not None:
+        click.echo()
+        kernel_tables.print_kernels(kernels)
     if bundle is not None:
         from daemon.cli.bundle import write  # only here
 
         write(bundle, scene, found)
         click.echo(f"wrote {bundle}; look into it before you send it to anybody", err=True)
-    if not _healthy(found):
+    if not well:
         sys.exit(1)
+
+
+def _kernels() -> dict[str, Any]:
+    environ = mlx_environment(inherited(), preload=openblas())
+    with progress() as show:
+        report: dict[str, Any] = measure(["kernels"], show, environ=environ)
+    return report
 
 
 def _healthy(found: Iterable[Finding]) -> bool:

@@ -309,3 +309,41 @@ def test_version_names_tqd_first_and_what_it_builds_on() -> None:
     assert lines[0].startswith("tqd ")
     assert any(line.startswith("mlx ") for line in lines)
     assert json.loads(CliRunner().invoke(main, ["version", "--json"]).stdout)["tqd"] in lines[0]
+
+
+def kernel_report(*, failed: bool) -> dict[str, object]:
+    reason = "the metal kernels disagree with the reference on this device (by 3.00%)"
+    return {
+        "device": "a gpu",
+        "mlx": "1",
+        "agreements": [
+            {"case": "turbo8v4, one", "backend": "metal", "reason": None, "failed": False},
+            {"case": "affine8, two", "backend": "reference", "reason": "no kernel for affine8", "failed": False},
+            {"case": "turbo4v4, three", "backend": "reference" if failed else "metal", "reason": reason if failed else None, "failed": failed},
+        ],
+        "timings": [
+            {"scheme": "turbo8v4", "tokens": 2048, "packed_us": 10.0, "plain_us": 25.0, "ratio": 2.5}
+        ],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_bench_says_which_kernels_agree_and_how_fast_they_are(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch, failed: bool
+) -> None:
+    asked: list[object] = []
+
+    def measure(task: list[str], *_: object, **__: object) -> dict[str, object]:
+        asked.append(task)
+        return kernel_report(failed=failed)
+
+    monkeypatch.setattr("daemon.cli.doctor.measure", measure)
+    result = doctor("--bench")
+
+    assert asked == [["kernels"]]
+    assert ("failed: turbo4v4, three" in result.stdout) == failed
+    assert "no kernel for affine8" in result.stdout
+    assert "2.50" in result.stdout
+    document = json.loads(doctor("--bench", "--json").stdout)
+    assert document["kernels"] == kernel_report(failed=failed)
+    assert not (failed and document["ok"])
