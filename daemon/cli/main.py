@@ -21,6 +21,10 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "lifecycle": ("run", "shutdown", "start", "stop", "restart", "reload"),
     "observing": ("status", "logs", "diff"),
     "events": ("events",),
+    "service": ("service",),
+    "pulling": ("pull",),
+    "doctor": ("doctor", "version"),
+    "completion": ("completion",),
     "evaluation": ("eval", "advise"),
     "demo": ("demo-model",),
 }

@@ -25,6 +25,7 @@ def main() -> int:
     demo.add_argument("--variant", choices=["float32", "4bit"])
     demo.add_argument("--wheel", type=Path)
     tasks.add_parser("eval", help="reads an EvalJob from stdin")
+    tasks.add_parser("context", help="runs one operation of MLX where and as a worker would")
     kernels = tasks.add_parser("kernels", help="compares and times this device's kernels")
     kernels.add_argument("--contexts", type=int, nargs="+", metavar="TOKENS")
     arguments = parser.parse_args()
@@ -69,6 +70,12 @@ def _eval(_: argparse.Namespace) -> object:
     return report.model_dump(mode="json")
 
 
+def _context(_: argparse.Namespace) -> object:
+    from daemon.measure import context
+
+    return context.examine().model_dump(mode="json")
+
+
 def _kernels(arguments: argparse.Namespace) -> object:
     from daemon.measure import kernels
 
@@ -80,6 +87,7 @@ def _kernels(arguments: argparse.Namespace) -> object:
 _TASKS: dict[str, Callable[[argparse.Namespace], object]] = {
     "demo-model": _demo_model,
     "eval": _eval,
+    "context": _context,
     "kernels": _kernels,
 }
 

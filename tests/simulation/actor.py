@@ -633,7 +633,8 @@ def _concerns(old: Entry | None, new: Entry | None) -> bool:
     """Whether an edit from *old* to *new* may end or launch a worker."""
     if old is None or new is None:
         return True
-    return old.spec_hash != new.spec_hash or old.enabled != new.enabled
+    starts = new.autostart and not old.autostart
+    return starts or old.spec_hash != new.spec_hash or old.enabled != new.enabled
 
 
 def _in_use() -> Cause:
