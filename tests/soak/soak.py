@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import http.client
 import json
 import os
 import platform
@@ -226,7 +227,7 @@ class Soak:
                 )
             except urllib.error.HTTPError as error:
                 ended = f"HTTP {error.code}"
-            except OSError:
+            except (OSError, http.client.HTTPException):  # its worker was killed
                 ended = "cut"
             self.streams[ended] += 1
             self.done.wait(0.5)
