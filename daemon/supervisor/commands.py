@@ -18,6 +18,7 @@ from daemon.ops.status import View, document, server_status, unready
 from daemon.paths import StateDir
 from daemon.supervisor import events, plan
 from daemon.supervisor.desired import DesiredState
+from daemon.supervisor.gauge import Gauge
 from daemon.supervisor.messages import Action, Change, Verdict
 from daemon.supervisor.reconcile import Reconciler
 from daemon.supervisor.reload import Configuration
@@ -41,6 +42,7 @@ class DaemonCommands:
         reconciler: Reconciler,
         configuration: Configuration,
         desired: DesiredState,
+        gauge: Gauge,
         log_path: Callable[[str, DaemonSpec], Path],
     ) -> None:
         self.status_endpoint: str | None = None
@@ -50,6 +52,7 @@ class DaemonCommands:
         self._reconciler = reconciler
         self._configuration = configuration
         self._desired = desired
+        self._gauge = gauge
         self._log_path = log_path
         self._version = importlib.metadata.version("tqd")
         self._started = clock()
@@ -132,6 +135,8 @@ class DaemonCommands:
             fleet=reconciler.fleet,
             prepared=reconciler.wanted.servers,
             reports=reconciler.workers.reports,
+            machine=reconciler.wanted.machine,
+            reading=self._gauge.reading,
             config=self._configuration.status,
             reload_mode=daemon.reload,
             desired_source=self._desired.source,

@@ -17,6 +17,7 @@ from typing import assert_never
 from structlog.typing import FilteringBoundLogger
 
 from daemon.config import wire
+from daemon.config.machine import Machine
 from daemon.config.prepare import PreparedServer, live_message, worker_spec
 from daemon.config.spec import DaemonSpec
 from daemon.log import get_logger
@@ -39,6 +40,7 @@ class Wanted:
 
     servers: Mapping[str, PreparedServer] = field(default_factory=dict)
     daemon: DaemonSpec = field(default_factory=DaemonSpec)
+    machine: Machine | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,8 @@ class Reconciler:
         self._clock = clock
         self._turned = turned
         self._recheck = recheck
+        self.exits = asyncio.Event()
+        """Set whenever a worker has ended: what it used is free now."""
         self._refused: Mapping[Address, AddressTakenError] = {}
         self._queue: asyncio.Queue[_Job] = asyncio.Queue()
         self._log = get_logger()
@@ -137,13 +141,13 @@ class Reconciler:
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
-            case events.Spawn(name, launch, nonce):
-                self._spawn(name, launch, nonce)
+            case events.Spawn(name, launch, nonce, share):
+                self._spawn(name, launch, nonce, share)
             case events.SendDrain(name, launch, timeout_s):
                 self.workers.send(name, launch, wire.Drain(timeout_s=timeout_s))
-            case events.SendLive(name, launch):
-                server = self.wanted.servers[name]
-                self.workers.send(name, launch, live_message(server))
+            case events.SendLive(name, launch, share):
+                if server := self.wanted.servers.get(name):
+                    self.workers.send(name, launch, live_message(server, share or None))
             case events.SendSignal(name, launch, signal):
                 self.workers.signal(name, launch, signal)
             case events.Recheck(name):
@@ -151,7 +155,7 @@ class Reconciler:
             case _:
                 assert_never(effect)
 
-    def _spawn(self, name: str, launch: int, nonce: str) -> None:
+    def _spawn(self, name: str, launch: int, nonce: str, share: int) -> None:
         prepared, daemon = self.wanted.servers[name], self.wanted.daemon
         if prepared.blocked is not None:
             self.workers.refuse(name, launch, Cause(*prepared.blocked))
@@ -167,6 +171,7 @@ class Reconciler:
             nonce=nonce,
             log_level=daemon.log.level,
             profiles=self._profiles,
+            memory_limit_bytes=share or None,
         )
         self.workers.spawn(spec, listener, self._log_path(name, daemon))
 
@@ -184,6 +189,8 @@ class Reconciler:
     def _log_changes(self, before: Fleet) -> None:
         for name, server in self.fleet.servers.items():
             earlier = before.servers.get(name)
+            if earlier is not None and earlier.last_exit is not server.last_exit:
+                self.exits.set()
             if earlier is not None and earlier is not server:
                 _log_change(self._log.bind(server=name), earlier, server)
 

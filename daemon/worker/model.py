@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +24,11 @@ from daemon.config import wire
 from daemon.errors import PolicyError, WorkerExit, WorkerExitError
 from daemon.kernels import attention
 from daemon.policy.architecture import Architecture, LayerKind, read_architecture
+from daemon.policy.budget import EXACT_BYTES
+from daemon.policy.claim import padded, sequence_cost
 from daemon.policy.resolve import ResolvedPolicy, resolve, summarize
 from daemon.policy.rules import Batching, architectures
+from daemon.worker.admission import Costs
 from daemon.worker.calibration import Calibration, Wanted, calibrated
 
 Progress = Callable[[str, float], None]
@@ -44,6 +48,7 @@ class LoadedModel:
     max_context: int
     eos_token_ids: frozenset[int]
     batching: Batching
+    costs: Costs
     model_report: wire.ModelReport
     kv_report: wire.KvReport
 
@@ -81,21 +86,28 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
     calibration = _calibration(spec, architecture, model, tokenizer, factory, progress)
     factory = factory.calibrated(calibration.transforms, calibration.id)
     cost = build.measure(model, factory, vocab_size)
-    kv_report = _kv_report(spec, resolved, factory, cost, calibration)
+    built = _built(resolved, factory)
+    kv_report = _kv_report(spec, built, factory, cost, calibration)
     if spec.kv.strict:
         _refuse_fallbacks(resolved, factory)
         _refuse_lost_budgets(resolved, factory)
     model.make_cache = factory
     mx.clear_cache()
     own_context = architecture.max_context or UNKNOWN_CONTEXT
+    max_context = min(spec.server.max_context or own_context, own_context)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         factory=factory,
         vocab_size=vocab_size,
-        max_context=min(spec.server.max_context or own_context, own_context),
+        max_context=max_context,
         eos_token_ids=frozenset(tokenizer.eos_token_ids),
         batching=architecture.batching,
+        costs=Costs(
+            sequence_cost(built, architecture, _value_bytes(model)),
+            padded=padded(built),
+            reading_tokens=max_context,
+        ),
         model_report=_model_report(spec, folder, model, architecture),
         kv_report=kv_report,
     )
@@ -222,16 +234,29 @@ def _calibration(
     )
 
 
+def _built(resolved: ResolvedPolicy, factory: CacheFactory) -> ResolvedPolicy:
+    """Return the policy as the loaded model got it."""
+    built = {slot.plan.index: slot.plan for slot in factory.slots}
+    plans = tuple(built.get(plan.index, plan) for plan in resolved.layers)
+    return ResolvedPolicy(layers=plans, warnings=resolved.warnings, summary=summarize(plans))
+
+
+def _value_bytes(model: Any) -> int:
+    """Return the size of a number as the model computes: of most of its floating-point weights."""
+    counted: Counter[int] = Counter()
+    for array in _weights(model):
+        if mx.issubdtype(array.dtype, mx.floating):
+            counted[array.dtype.size] += array.nbytes
+    return counted.most_common(1)[0][0] if counted else EXACT_BYTES
+
+
 def _kv_report(
     spec: wire.WorkerSpec,
-    resolved: ResolvedPolicy,
+    final: ResolvedPolicy,
     factory: CacheFactory,
     cost: build.BytesPerToken,
     calibration: Calibration,
 ) -> wire.KvReport:
-    built = {slot.plan.index: slot.plan for slot in factory.slots}
-    plans = tuple(built.get(plan.index, plan) for plan in resolved.layers)
-    final = ResolvedPolicy(layers=plans, warnings=resolved.warnings, summary=summarize(plans))
     return wire.KvReport(
         policy=spec.kv.policy,
         summary=final.summary,

@@ -125,6 +125,8 @@ class FakeEngine:
         self.passes = itertools.count(1)
         self.frozen: int | None = None
         self.failed = False
+        self.kv_limit_bytes: int | None = None
+        self.memory_limit_bytes: int | None = None
         self.places = asyncio.Semaphore(self.max_concurrent)
         self.eos = {small_tokenizer().eos_token_id}
 
@@ -148,10 +150,20 @@ class FakeEngine:
             generation_tokens_total=self.generated,
             kv_bytes=tokens * BYTES_PER_TOKEN,
             kv_tokens=tokens,
+            kv_reserved_bytes=tokens * BYTES_PER_TOKEN,
+            kv_limit_bytes=self.kv_limit_bytes,
         )
 
-    def set_limits(self, *, max_concurrent: int, queue: int) -> None:
+    def set_limits(
+        self,
+        *,
+        max_concurrent: int,
+        queue: int,
+        kv_limit_bytes: int | None,
+        memory_limit_bytes: int | None,
+    ) -> None:
         self.max_concurrent, self.queue = max_concurrent, queue
+        self.kv_limit_bytes, self.memory_limit_bytes = kv_limit_bytes, memory_limit_bytes
         self.places = asyncio.Semaphore(max_concurrent)
 
     def drop(self, generation: FakeGeneration) -> None:
