@@ -85,7 +85,7 @@ def _ask(environ: Mapping[str, str]) -> DeviceFacts | None:
 def _depends_on(environ: Mapping[str, str]) -> str:
     parts: dict[str, str | None] = {name: _version(name) for name in _PACKAGES}
     parts |= {name: environ.get(name) for name in _VARIABLES}
-    parts |= {"python": sys.executable, "system": platform.platform()}
+    parts |= {"python": sys.executable, "system": platform.release()}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
