@@ -125,6 +125,7 @@ class FakeEngine:
         self.passes = itertools.count(1)
         self.frozen: int | None = None
         self.failed = False
+        self.refusal: Exception | None = None
         self.kv_limit_bytes: int | None = None
         self.memory_limit_bytes: int | None = None
         self.places = asyncio.Semaphore(self.max_concurrent)
@@ -133,6 +134,8 @@ class FakeEngine:
     def submit(self, request: GenerationRequest) -> FakeGeneration:
         if self.failed:
             raise EngineFailedError("the engine stopped")
+        if self.refusal is not None:
+            raise self.refusal
         if len(self.open) >= self.max_concurrent + self.queue:
             raise QueueFullError(1 + len(self.open) // self.max_concurrent)
         self.submitted.append(request)
