@@ -21,7 +21,7 @@ from daemon.config.machine import Machine
 from daemon.config.prepare import PreparedServer, live_message, worker_spec
 from daemon.config.spec import DaemonSpec
 from daemon.log import get_logger
-from daemon.supervisor import events, plan
+from daemon.supervisor import events, plan, room
 from daemon.supervisor.events import Effect
 from daemon.supervisor.plan import Fleet, Told
 from daemon.supervisor.server import Address, Cause, Server, State
@@ -78,6 +78,7 @@ class Reconciler:
         self._clock = clock
         self._turned = turned
         self._recheck = recheck
+        self._over_budget = False
         self.exits = asyncio.Event()
         """Set whenever a worker has ended: what it used is free now."""
         self._refused: Mapping[Address, AddressTakenError] = {}
@@ -126,6 +127,8 @@ class Reconciler:
             self.wanted = job.wanted
         self.fleet, effects = plan.step(before, job.event, self._clock())
         self._log_changes(before)
+        if isinstance(job.event, plan.Apply | plan.Measured):
+            self._log_memory()
         await self._arrange_sockets()
         for effect in effects:
             self._carry_out(effect)
@@ -185,6 +188,15 @@ class Reconciler:
             self.post(server.name, events.Block(_port_in_use(error)))
         else:
             self.post(server.name, events.Unblock())
+
+    def _log_memory(self) -> None:
+        """Say once when the servers come to hold more memory than they may."""
+        budget = self.fleet.budget
+        held = sum(room.held(self.fleet.servers).values())
+        over = budget is not None and held > budget
+        if over and not self._over_budget:
+            self._log.warning("memory.over_budget", held_bytes=held, budget_bytes=budget)
+        self._over_budget = over
 
     def _log_changes(self, before: Fleet) -> None:
         for name, server in self.fleet.servers.items():

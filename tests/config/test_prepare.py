@@ -217,6 +217,35 @@ def test_a_context_that_was_asked_for_is_kept(
     assert any("more than the model's own 4096" in warning for warning in servers["b"].warnings)
 
 
+def test_a_budget_for_caches_must_hold_one_sequence_and_the_hint_says_which_would(
+    ask: Ask, make_model: MakeModel, tmp_path: Path
+) -> None:
+    make_model(tmp_path / "m")
+    with pytest.raises(ConfigError) as caught:
+        ask("chat: {model: m, port: 1, kv: {budget: 1MiB}}")
+    (problem,) = caught.value.problems
+    assert problem.path == "servers.chat.kv.budget"
+    assert problem.message.startswith("1.0 MiB hold no sequence of max_context 4096 tokens")
+    assert problem.hint is not None
+    fitting = int(problem.hint.rpartition(" ")[2])
+    line = f"chat: {{model: m, port: 1, max_context: {fitting}, kv: {{budget: 1MiB}}}}"
+    claim = ask(line).servers["chat"].claim
+    assert claim is not None
+    assert claim.most_kv_bytes == 2**20
+
+
+def test_a_budget_for_caches_is_live_and_so_is_that_of_the_machine(
+    ask: Ask, make_model: MakeModel, tmp_path: Path
+) -> None:
+    make_model(tmp_path / "m")
+    auto, bounded = (
+        ask(f"chat: {{model: m, port: 1, kv: {{budget: {budget}}}}}").servers["chat"]
+        for budget in ("auto", "20MiB")
+    )
+    assert auto.spec_hash == bounded.spec_hash
+    assert auto.live_hash != bounded.live_hash
+
+
 def test_an_allowlist_entry_of_this_machine_counts(
     ask: Ask, make_model: MakeModel, tmp_path: Path
 ) -> None:
