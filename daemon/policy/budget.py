@@ -113,7 +113,9 @@ def _layer_bytes(plan: LayerPlan, layer: Layer, tokens: int, value_bytes: int = 
     # the slots of sink tokens stay unused in their tile, so that pages do not depend on the sinks
     exact_tokens = min(tokens, fullest + plan.sink_tokens)
     packed_bytes = packed * TILE_TOKENS * _token_bytes(layer, plan.effective, value_bytes)
-    return round(packed_bytes) + _exact_bytes(layer, exact_tokens, value_bytes)
+    held = round(packed_bytes) + _exact_bytes(layer, exact_tokens, value_bytes)
+    # until it is decoded, a short prompt is not packed
+    return max(held, _exact_bytes(layer, min(tokens, plan.exact_prompt), value_bytes))
 
 
 def _token_bytes(layer: Layer, scheme: Scheme, value_bytes: int = EXACT_BYTES) -> float:

@@ -2,7 +2,7 @@
 
 A server *needs* its weights, its process, scratch memory, and one sequence of `max_context` tokens. It
 *wants* `max_concurrent` such sequences, or what `kv.budget` says. The formulas are bounds of what was
-measured on the demo model (docs/adr/0011-memory-plan.md), not exact counts.
+measured on the demo model (docs/adr/0014-memory-plan.md), not exact counts.
 """
 
 from __future__ import annotations

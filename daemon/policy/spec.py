@@ -41,6 +41,7 @@ class CalibrationSource(FrozenModel):
 
 
 Calibration = Literal["auto", "none"] | CalibrationSource
+Compress = Literal["chunk", "first_decode"]
 
 
 class LayerRule(FrozenModel):
@@ -113,10 +114,9 @@ class KvSpec(FrozenModel):
         "auto",
         description="Bytes for all live KV of this server | auto (its share of the memory plan) | none (not limited: all of it is planned for).",
     )
-    compress: Literal["chunk", "first_decode"] | None = Field(
+    compress: Compress | None = Field(
         None,
-        description="When prompt tokens are packed: at the end of each prefill chunk, or at the first decode step.",
-        json_schema_extra={"not_yet_available": True},
+        description="When prompt tokens are packed: at the end of each prefill chunk, or, of a prompt of up to 2048 tokens, at the first decode step.",
     )
     strict: bool | None = Field(
         None,
@@ -142,6 +142,7 @@ class NamedPolicy(FrozenModel):
     sink_tokens: Annotated[int, Field(ge=0, le=4096)] = 4
     tail_tokens: Annotated[int, Field(ge=0, le=65536)] | None = None
     fold_tokens: Annotated[int, Field(ge=32, le=65536)] | None = None
+    compress: Compress = "chunk"
     strict: bool = False
     layers: tuple[LayerRule, ...] = Field((), strict=False)
 
@@ -164,6 +165,7 @@ class KvRequest(FrozenModel):
     sink_tokens: int
     tail_tokens: int
     fold_tokens: int = 32
+    compress: Compress = "chunk"
     strict: bool
     calibration: Calibration = "auto"
     layers: tuple[LayerRule, ...] = Field((), strict=False)

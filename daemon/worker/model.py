@@ -18,18 +18,19 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, load_tokenizer
 
-from daemon.cache import build, seam
+from daemon.cache import backends, build, seam
 from daemon.cache.build import CacheFactory
 from daemon.config import wire
 from daemon.errors import PolicyError, WorkerExit, WorkerExitError
-from daemon.kernels import attention
-from daemon.policy.architecture import Architecture, LayerKind, read_architecture
+from daemon.kernels.attention import on_this_device
+from daemon.policy.architecture import Architecture, read_architecture
 from daemon.policy.budget import EXACT_BYTES
 from daemon.policy.claim import padded, sequence_cost
-from daemon.policy.resolve import ResolvedPolicy, resolve, summarize
+from daemon.policy.resolve import ResolvedPolicy, resolve
 from daemon.policy.rules import Batching, architectures
 from daemon.worker.admission import Costs
-from daemon.worker.calibration import Calibration, Wanted, calibrated
+from daemon.worker.caches import Subject, put_in_force
+from daemon.worker.kv_report import as_built, kv_report
 
 Progress = Callable[[str, float], None]
 
@@ -63,7 +64,8 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
     config = _read_config(folder)
     try:
         architecture = read_architecture(config)
-        resolved = resolve(spec.kv, architecture, allowed=spec.allowed_low_bit_keys)
+        # before gigabytes are read
+        resolve(spec.kv, architecture, allowed=spec.allowed_low_bit_keys)
     except PolicyError as error:
         raise WorkerExitError(
             WorkerExit.BAD_CONFIG, f"{folder.name}: {error.message}", hint=error.hint
@@ -77,17 +79,28 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
     tokenizer = _load_tokenizer(folder, spec, config)
     progress("checking the KV policy", 0.85)
     vocab_size: int = model(mx.array([[0]])).shape[-1]  # nothing is computed for a shape
-    factory = build.plan_caches(
-        model,
-        [plan for plan in resolved.layers if plan.kind != LayerKind.SHARED],
+    caches = put_in_force(
+        Subject(
+            name=folder.name,
+            model=model,
+            tokenizer=tokenizer,
+            architecture=architecture,
+            vocab_size=vocab_size,
+            fingerprint=spec.fingerprint,
+            profiles=Path(spec.profiles) if spec.profiles else None,
+        ),
+        spec.kv,
+        allowed=spec.allowed_low_bit_keys,
         batching=architecture.batching,
+        progress=lambda share: progress("measuring the keys (once per model)", 0.85 + 0.15 * share),
     )
-    factory = _probed(folder, model, factory, vocab_size)
-    calibration = _calibration(spec, architecture, model, tokenizer, factory, progress)
-    factory = factory.calibrated(calibration.transforms, calibration.id)
+    resolved, factory = caches.resolved, caches.factory
     cost = build.measure(model, factory, vocab_size)
-    built = _built(resolved, factory)
-    kv_report = _kv_report(spec, built, factory, cost, calibration)
+    attention = on_this_device()
+    chosen = backends.choices(model, factory, attention)
+    factory = factory.attended_by(attention)
+    built = as_built(resolved, factory)
+    report = kv_report(spec.kv, built, factory, chosen, cost, caches.calibration)
     if spec.kv.strict:
         _refuse_fallbacks(resolved, factory)
         _refuse_lost_budgets(resolved, factory)
@@ -109,7 +122,7 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
             reading_tokens=max_context,
         ),
         model_report=_model_report(spec, folder, model, architecture),
-        kv_report=kv_report,
+        kv_report=report,
     )
 
 
@@ -201,46 +214,6 @@ def _load_tokenizer(folder: Path, spec: wire.WorkerSpec, config: dict[str, Any])
     return tokenizer
 
 
-def _probed(folder: Path, model: Any, factory: CacheFactory, vocab_size: int) -> CacheFactory:
-    try:
-        return build.probe(model, factory, vocab_size)
-    except Exception as error:
-        raise WorkerExitError(
-            WorkerExit.BAD_CONFIG, f"mlx-lm cannot run {folder.name} here: {_one_line(error)}"
-        ) from error
-
-
-def _calibration(
-    spec: wire.WorkerSpec,
-    architecture: Architecture,
-    model: Any,
-    tokenizer: Any,
-    factory: CacheFactory,
-    progress: Progress,
-) -> Calibration:
-    wanted = Wanted(
-        setting=spec.kv.calibration,
-        fingerprint=spec.fingerprint,
-        folder=Path(spec.profiles) if spec.profiles else None,
-        strict=spec.kv.strict,
-        head_dims={layer.index: layer.head_dim_k for layer in architecture.layers},
-    )
-    return calibrated(
-        model,
-        tokenizer,
-        factory,
-        wanted,
-        lambda share: progress("measuring the keys (once per model)", 0.85 + 0.15 * share),
-    )
-
-
-def _built(resolved: ResolvedPolicy, factory: CacheFactory) -> ResolvedPolicy:
-    """Return the policy as the loaded model got it."""
-    built = {slot.plan.index: slot.plan for slot in factory.slots}
-    plans = tuple(built.get(plan.index, plan) for plan in resolved.layers)
-    return ResolvedPolicy(layers=plans, warnings=resolved.warnings, summary=summarize(plans))
-
-
 def _value_bytes(model: Any) -> int:
     """Return the size of a number as the model computes: of most of its floating-point weights."""
     counted: Counter[int] = Counter()
@@ -248,38 +221,6 @@ def _value_bytes(model: Any) -> int:
         if mx.issubdtype(array.dtype, mx.floating):
             counted[array.dtype.size] += array.nbytes
     return counted.most_common(1)[0][0] if counted else EXACT_BYTES
-
-
-def _kv_report(
-    spec: wire.WorkerSpec,
-    final: ResolvedPolicy,
-    factory: CacheFactory,
-    cost: build.BytesPerToken,
-    calibration: Calibration,
-) -> wire.KvReport:
-    return wire.KvReport(
-        policy=spec.kv.policy,
-        summary=final.summary,
-        layers=tuple(
-            wire.LayerReport(
-                first=group.first,
-                last=group.last,
-                kind=group.kind,
-                requested=group.requested,
-                effective=group.effective,
-                reason=group.reason,
-            )
-            for group in final.groups()
-        ),
-        effective=dict(final.effective_counts),
-        warnings=(*final.warnings, *([calibration.problem] if calibration.problem else [])),
-        calibration=calibration.source,
-        sink_tokens=spec.kv.sink_tokens,
-        tail_tokens=spec.kv.tail_tokens,
-        backend=attention.backend() if factory.any_packed else "mlx",
-        bytes_per_token=cost.effective,
-        bytes_per_token_fp16=cost.fp16,
-    )
 
 
 def _refuse_fallbacks(resolved: ResolvedPolicy, factory: CacheFactory) -> None:

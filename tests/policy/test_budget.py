@@ -161,6 +161,23 @@ def test_full_precision_counts_the_numbers_of_the_model(policy: Policy, plain: P
     assert more == at_16 // 2  # the keys only
 
 
+def test_a_prompt_that_is_packed_when_decoded_counts_in_full_until_then(
+    policy: Policy, plain: Plain
+) -> None:
+    model = plain("f")
+    late, early, exact = (
+        policy(model, mode="int8", compress="first_decode"),
+        policy(model, mode="int8"),
+        policy(model, mode="fp16"),
+    )
+    costs = [
+        [kv_bytes(it, model, context_tokens=tokens) for it in (late, early, exact)]
+        for tokens in (1024, 100_000)
+    ]
+    assert costs[0][0] == costs[0][2] > costs[0][1]
+    assert costs[1][0] == costs[1][1]
+
+
 @given(tokens=st.integers(0, 5000), tail=st.sampled_from([0, 32, 64]), sinks=st.integers(0, 64))
 def test_a_longer_context_never_costs_less(tokens: int, tail: int, sinks: int) -> None:
     arch, resolved = two_layers(tail_tokens=tail, sink_tokens=sinks)

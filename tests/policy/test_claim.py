@@ -29,7 +29,7 @@ def sizing(device: Device = "cpu", dim: int = 64, value_bytes: int = 4, **kv: An
 
 
 # peak memory beside weights and caches while prompts were read on a CPU: tokens of a prompt, prompts read
-# together, MiB (docs/adr/0011-memory-plan.md)
+# together, MiB (docs/adr/0014-memory-plan.md)
 @pytest.mark.parametrize(
     ("kv", "tokens", "rows", "peak"),
     [
