@@ -60,6 +60,11 @@ class StateDir:
         """The last configuration that was accepted."""
         return self.root / "last-good"
 
+    @property
+    def reloads(self) -> Path:
+        """What became of the last readings of servers.yaml."""
+        return self.root / "reloads.json"
+
     def server_log(self, name: str, log_dir: Path | None = None) -> Path:
         """The log file of one server."""
         return (log_dir or self.root / "logs" / "servers") / f"{name}.log"

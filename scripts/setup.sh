@@ -18,14 +18,22 @@ if [ "$(uname -s)" = Linux ]; then
     fi
 fi
 
-if [ "$extra" = '[cpu]' ] && ! ls /usr/lib/*/openblas-pthread/libopenblas.so.0 >/dev/null 2>&1; then
+# debian PACKAGE CONSEQUENCE: install it where that is ours to do, else say what goes without it
+debian() {
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-        echo "installing Debian's libopenblas0-pthread"
-        { apt-get update -qq && apt-get install -y -qq libopenblas0-pthread; } >/dev/null ||
-            echo "could not install libopenblas0-pthread; going on without it" >&2
+        echo "installing Debian's $1"
+        { apt-get update -qq && apt-get install -y -qq --no-install-recommends "$1"; } >/dev/null ||
+            echo "could not install $1: $2" >&2
     else
-        echo "note: with Debian's libopenblas0-pthread installed, the demo model reads prompts about 19 times faster on a CPU" >&2
+        echo "note: without $1 $2" >&2
     fi
+}
+
+if [ "$extra" = '[cpu]' ] && ! ls /usr/lib/*/openblas-pthread/libopenblas.so.0 >/dev/null 2>&1; then
+    debian libopenblas0-pthread "the demo model reads prompts about 19 times slower on a CPU"
+fi
+if [ "$what" = dev ] && ! { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null 2>&1; then
+    debian chromium "the tests of the dashboard are skipped"
 fi
 
 echo "installing tqd$extra into $venv"

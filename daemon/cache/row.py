@@ -279,6 +279,18 @@ class Row:
             return self.length
         return self._packed_to + (self.dropped if self._packed_to else 0)
 
+    @property
+    def packs(self) -> bool:
+        """Whether tokens are packed at all: not where keys and values both stay in full precision."""
+        return not (self.scheme.k is FP16 and self.scheme.v is FP16)
+
+    @property
+    def due_tokens(self) -> int:
+        """Tokens that `pack` would move now."""
+        if self._layout is None or not self._layout.packed:
+            return 0
+        return max(0, self._packable() - max(self._packed_to, self.sink_tokens))
+
     def _reads_prompt(self, count: int) -> bool:
         """Whether *count* new tokens belong to a prompt that is still short enough to stay in full precision."""
         unpacked = self._kept - self._packed_to

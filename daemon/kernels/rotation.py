@@ -1,11 +1,9 @@
 """Random rotations that make every coordinate of a key or value look alike.
 
-R = (1/d)·H·diag(s₂)·H·diag(s₁), a Hadamard matrix with random signs, twice, where a Hadamard matrix of
-that size exists in MLX (d = m·2^k with m in 1, 12, 20, 28); a dense random orthogonal matrix elsewhere.
-Once is not enough: a vector with one or two large coordinates comes out with only a few different
-magnitudes, far from the bell curve that the codebooks are made for (ADR 13). Keys and values have
-independent signs. The signs come from SHA-256 in counter mode, so that they are the same on every
-platform for ever; SEED_VERSION is part of every stored cache.
+R = (1/√d)·H·diag(s), a Hadamard matrix with random signs, where a Hadamard matrix of that size
+exists in MLX (d = m·2^k with m in 1, 12, 20, 28); a dense random orthogonal matrix elsewhere. Keys
+and values have independent signs. The signs come from SHA-256 in counter mode, so that they are the
+same on every platform for ever; SEED_VERSION is part of every stored cache.
 """
 
 from __future__ import annotations
@@ -44,9 +42,7 @@ def rotate(x: mx.array, side: Side) -> mx.array:
     dim = x.shape[-1]
     x = x.astype(mx.float32)
     if hadamard_size(dim):
-        first, second = signs(dim, side)
-        once = mx.hadamard_transform(x * first, scale=dim**-0.5)
-        return mx.hadamard_transform(once * second, scale=dim**-0.5)
+        return mx.hadamard_transform(x * signs(dim, side), scale=dim**-0.5)
     return x @ _matrix(dim, side)
 
 
@@ -55,9 +51,7 @@ def unrotate(y: mx.array, side: Side) -> mx.array:
     dim = y.shape[-1]
     y = y.astype(mx.float32)
     if dim & (dim - 1) == 0 and hadamard_size(dim):
-        first, second = signs(dim, side)
-        once = mx.hadamard_transform(y, scale=dim**-0.5) * second
-        return mx.hadamard_transform(once, scale=dim**-0.5) * first
+        return mx.hadamard_transform(y, scale=dim**-0.5) * signs(dim, side)
     # Hadamard matrices of the sizes 12, 20 and 28 are not symmetric: transpose by matrix
     return y @ _matrix(dim, side).T
 
@@ -72,11 +66,10 @@ def _stream(dim: int, side: Side, count: int) -> bytes:
 
 
 @cache
-def signs(dim: int, side: Side) -> tuple[mx.array, mx.array]:
-    """Return s₁ and s₂ of a rotation by Hadamard matrices: (dim,) each, float32, of 1 and −1."""
-    bits = np.unpackbits(np.frombuffer(_stream(dim, side, -(-dim // 4)), dtype=np.uint8))
-    first, second = 1.0 - 2.0 * bits[: 2 * dim].reshape(2, dim).astype(np.float32)
-    return mx.array(first), mx.array(second)
+def signs(dim: int, side: Side) -> mx.array:
+    """Return s of a rotation by a Hadamard matrix: (dim,), float32, of 1 and −1."""
+    bits = np.unpackbits(np.frombuffer(_stream(dim, side, -(-dim // 8)), dtype=np.uint8))[:dim]
+    return mx.array(1.0 - 2.0 * bits.astype(np.float32))
 
 
 @cache

@@ -97,7 +97,9 @@ class Sizing:
         copied = (
             _widest(self.arch) * context_tokens
         )  # of a layer that `sequence_bytes` has unpacked
-        peak = (scores + activations + copied) * _FLOAT32_BYTES
+        # the tokens of a chunk are packed when the next one comes
+        unpacked = rows * chunk * sum(map(_values, self.arch.layers)) * self.value_bytes
+        peak = (scores + activations + copied) * _FLOAT32_BYTES + unpacked
         return peak + kept_bytes(peak)
 
     def longest_context(self, most_bytes: int, *, most_tokens: int) -> int:
@@ -163,4 +165,8 @@ def _unfused(layer: Layer) -> bool:
 
 def _widest(arch: Architecture) -> int:
     """Return the values that the widest layer keeps of a token."""
-    return max((it.n_kv_heads * (it.head_dim_k + it.head_dim_v) for it in arch.layers), default=0)
+    return max(map(_values, arch.layers), default=0)
+
+
+def _values(layer: Layer) -> int:
+    return layer.n_kv_heads * (layer.head_dim_k + layer.head_dim_v)

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO, cast
 
@@ -14,6 +15,8 @@ from daemon import log
 from daemon.config.address import parse_endpoint
 from daemon.config.spec import DaemonSpec
 from daemon.ops.endpoint import StatusEndpoint
+from daemon.ops.events import EventLog
+from daemon.ops.history import History
 from daemon.paths import StateDir
 from daemon.service.notify import Notifier
 from daemon.supervisor import environment, plan
@@ -71,12 +74,15 @@ class _Daemon:
         self._register = Register(self._state.workers)
         self._earlier = self._register.earlier()
         self._sockets = Sockets(time.monotonic)
+        self._events = EventLog()
+        history = History(self._events, self._state.reloads, lambda: datetime.now(UTC))
         self._reconciler = Reconciler(
             sockets=self._sockets,
             profiles=self._state.profiles,
             log_path=self._log_path,
             clock=time.monotonic,
             leftovers={it.name: it.pid for it in self._earlier},
+            changed=history.fleet_changed,
             turned=self._turned,
             recheck=lambda: self._configuration.recheck(),
         )
@@ -91,6 +97,8 @@ class _Daemon:
             desired=desired,
             busy=lambda busy: self._notifier.reloading() if busy else self._notifier.ready(),
             adopted=self._adopt,
+            concluded=history.reloaded,
+            waiting=history.pending,
         )
         self._commands = DaemonCommands(
             state=self._state,
@@ -100,6 +108,8 @@ class _Daemon:
             desired=desired,
             gauge=self._gauge,
             log_path=self._log_path,
+            events=self._events,
+            history=history,
         )
 
     async def serve(self) -> None:
@@ -116,6 +126,7 @@ class _Daemon:
             await self._run(control, daemon)
         finally:
             self._notifier.stopping()
+            self._events.close()
             await control.close()
             self._logs.close()
             self._log.info("daemon.stopped")
@@ -144,6 +155,7 @@ class _Daemon:
             await reconciling
             for task in background:
                 task.cancel()
+            self._events.close()
             if endpoint is not None:
                 await endpoint.close()
 
@@ -151,7 +163,7 @@ class _Daemon:
         """Open the ops endpoint; without it the daemon runs on, and says so."""
         if daemon.status is None:
             return None
-        endpoint = StatusEndpoint(parse_endpoint(daemon.status), self._commands)
+        endpoint = StatusEndpoint(parse_endpoint(daemon.status), self._commands, self._events)
         try:
             await endpoint.open()
         except OSError as error:

@@ -49,12 +49,9 @@ def test_keys_and_values_have_signs_of_their_own() -> None:
 
 def test_signs_are_pinned() -> None:
     """A stored cache is read back with these signs: they may never change under one seed version."""
-    drawn = [
-        "".join("+" if value > 0 else "-" for value in np.array(each)[:16])
-        for each in rotation.signs(64, "k")
-    ]
+    drawn = "".join("+" if value > 0 else "-" for value in np.array(rotation.signs(64, "k"))[:16])
 
-    assert drawn == ["+--+++----++---+", "+-----+++---++--"]
+    assert drawn == "+--+++----++---+"
 
 
 def test_low_precision_input_is_rotated_in_float32() -> None:
@@ -64,16 +61,3 @@ def test_low_precision_input_is_rotated_in_float32() -> None:
 
     assert rotated.dtype == mx.float32
     assert mx.allclose(rotation.unrotate(rotated, "v"), x.astype(mx.float32), rtol=1e-5, atol=1e-3)
-
-
-@pytest.mark.parametrize("dim", [64, 80, 96, 128])
-def test_a_vector_of_few_coordinates_comes_out_like_a_bell_curve(dim: int) -> None:
-    """One Hadamard matrix gives two large coordinates two magnitudes and a kurtosis of 1.9; a bell curve has 3."""
-    rows = mx.eye(dim) + 0.7 * mx.roll(mx.eye(dim), 5, axis=1)
-
-    rotated = np.array(rotation.rotate(rows, "k"), dtype=np.float64)
-
-    normalized = rotated / rotated.std(axis=-1, keepdims=True)
-    assert (normalized**4).mean() == pytest.approx(3.0, abs=0.6)
-    magnitudes = [len(np.unique(np.abs(row).round(6))) for row in rotated]
-    assert min(magnitudes) > 8
