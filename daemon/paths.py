@@ -36,6 +36,11 @@ class StateDir:
         return self.root / "workers.json"
 
     @property
+    def refused(self) -> Path:
+        """Why a daemon of a service ended where starting it again cannot help."""
+        return self.root / "refused.json"
+
+    @property
     def daemon_log(self) -> Path:
         """The log of a daemon that runs detached."""
         return self.root / "logs" / "daemon.log"

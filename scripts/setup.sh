@@ -36,6 +36,17 @@ if [ "$what" = dev ] && ! { command -v chromium || command -v chromium-browser |
     debian chromium "the tests of the dashboard are skipped"
 fi
 
+# The tests run Metal's kernels on a CPU emulation, which needs clang 16 or newer; without it they are skipped.
+if [ "$what" = dev ] && [ "$(uname -sm)" = 'Linux x86_64' ] && ! ls /usr/bin/clang++-1[6-9] /usr/bin/clang++-2? >/dev/null 2>&1; then
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        echo "installing clang for the tests of Metal's kernels"
+        { apt-get update -qq && { apt-get install -y -qq --no-install-recommends clang-19 || apt-get install -y -qq --no-install-recommends clang-16; }; } >/dev/null 2>&1 ||
+            echo "could not install clang-19; the tests of Metal's kernels will be skipped" >&2
+    else
+        echo "note: with clang 16 or newer installed, the tests run Metal's kernels on a CPU emulation" >&2
+    fi
+fi
+
 echo "installing tqd$extra into $venv"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
 if [ "$what" = dev ]; then

@@ -226,7 +226,7 @@ class Kv(TypedDict):
 
 
 class ServerStatus(TypedDict):
-    """One server."""
+    """One server. *log_dropped_bytes* of its output were lost since the daemon started: no disk could take them."""
 
     name: str
     aliases: list[str]
@@ -253,6 +253,7 @@ class ServerStatus(TypedDict):
     spec_hash: str
     worker_spec_hash: str | None
     log_path: str
+    log_dropped_bytes: int
     model: ModelStatus | None
     model_requested: str
     requests: Requests | None

@@ -160,6 +160,7 @@ def server_status(view: View, server: Server) -> ServerStatus:
         "spec_hash": server.spec_hash,
         "worker_spec_hash": worker.spec_hash if worker else None,
         "log_path": str(view.log_path(server.name)),
+        "log_dropped_bytes": view.log_bytes_dropped(server.name),
         "model": _model(report),
         "model_requested": spec.model,
         "requests": _requests(server, report),

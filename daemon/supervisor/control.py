@@ -167,8 +167,14 @@ def _listen(path: Path) -> socket.socket:
 
 
 def _secure_folder(folder: Path) -> None:
-    make_private(folder)
-    found = folder.stat()
+    try:
+        make_private(folder)
+        found = folder.stat()
+    except OSError as error:
+        raise TqdError(
+            f"the control socket cannot live in {folder}: {error.strerror}",
+            hint="set daemon.control to a path in a folder of yours",
+        ) from error
     shared = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
     if found.st_uid not in (os.getuid(), 0) or shared:
         raise TqdError(

@@ -26,9 +26,10 @@ from daemon.supervisor.desired import DesiredState
 from daemon.supervisor.gauge import Gauge
 from daemon.supervisor.instance import Instance
 from daemon.supervisor.leftovers import Identity, Register, see_out
-from daemon.supervisor.logs import LogStream, LogWriter, Rotation
+from daemon.supervisor.logs import LogStream, LogWriter
 from daemon.supervisor.reconcile import Reconciler
 from daemon.supervisor.reload import Configuration
+from daemon.supervisor.rotation import Rotation
 from daemon.supervisor.server import Desired, State
 from daemon.supervisor.sockets import Sockets
 from daemon.supervisor.workers import Workers
@@ -57,7 +58,11 @@ def run(options: Options) -> None:
     instance = Instance(options.state)
     instance.acquire()
     # never released by hand: whoever sees the lock free may rely on this process being gone
-    asyncio.run(_Daemon(options, instance).serve())
+    daemon = _Daemon(options, instance)
+    try:
+        asyncio.run(daemon.serve())
+    finally:
+        daemon.close_logs()
 
 
 class _Daemon:
@@ -66,11 +71,11 @@ class _Daemon:
         self._instance = instance
         self._environ = environment.inherited()
         self._notifier = Notifier(self._environ, pid=os.getpid())
-        rotation = _rotation(DaemonSpec())
-        self._stream = None if options.log_file is None else LogStream(options.log_file, rotation)
+        self._logs = LogWriter(_rotation(DaemonSpec()))
+        own = options.log_file
+        self._stream = None if own is None else LogStream(own, self._logs)
         self._configure_log(DaemonSpec())
         self._log = log.get_logger()
-        self._logs = LogWriter(rotation)
         self._register = Register(self._state.workers)
         self._earlier = self._register.earlier()
         self._sockets = Sockets(time.monotonic)
@@ -121,6 +126,7 @@ class _Daemon:
         control = ControlSocket(path, self._commands)
         control.bind()
         self._instance.announce(path)
+        self._state.refused.unlink(missing_ok=True)
         self._log.info("daemon.started", pid=os.getpid(), state_dir=str(self._state.root))
         try:
             await self._run(control, daemon)
@@ -128,8 +134,11 @@ class _Daemon:
             self._notifier.stopping()
             self._events.close()
             await control.close()
-            self._logs.close()
             self._log.info("daemon.stopped")
+
+    def close_logs(self) -> None:
+        """Write what is still on its way to the logs."""
+        self._logs.close()
 
     async def _run(self, control: ControlSocket, daemon: DaemonSpec) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -205,8 +214,6 @@ class _Daemon:
 
     def _adopt(self, daemon: DaemonSpec) -> None:
         self._logs.rotation = _rotation(daemon)
-        if self._stream is not None:
-            self._stream.rotation = _rotation(daemon)
         self._configure_log(daemon)
 
     def _configure_log(self, daemon: DaemonSpec) -> None:

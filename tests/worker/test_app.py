@@ -277,6 +277,24 @@ async def test_a_request_id_is_echoed_when_it_is_sane_and_made_otherwise() -> No
             assert made.startswith("req_")
 
 
+@pytest.mark.parametrize(
+    ("phase", "message"), [(Phase.DRAINING, "Shutting down"), (Phase.FAILED, "Engine failed")]
+)
+async def test_health_of_a_worker_that_ends_says_so_and_shows_no_load_progress(
+    phase: Phase, message: str
+) -> None:
+    """Even when it ends before its model was loaded."""
+    async with live_app(loaded=False) as app:
+        app.serving.progress = ("weights", 0.4)
+        app.serving.phase = phase
+        answer = await app.get("/health")
+        assert answer.status == 503
+        assert answer.json == {
+            "status": phase.value,
+            "error": {"code": 503, "message": message, "type": "unavailable_error"},
+        }
+
+
 async def test_a_draining_worker_closes_its_connections() -> None:
     async with live_app() as app:
         app.serving.phase = Phase.DRAINING
