@@ -18,7 +18,7 @@ from daemon.config import diff as differ
 from daemon.config.load import Loaded
 from daemon.config.prepare import Prepared, PreparedServer
 from daemon.errors import ConfigError, Problem
-from daemon.supervisor import edits
+from daemon.supervisor import edits, memory
 from daemon.supervisor.plan import Fleet
 
 POLL_S = 1.0
@@ -271,7 +271,11 @@ def _verdict(reading: Reading, facts: Facts) -> Refuse | Keep | Apply:
         return Refuse(error.problems)
     steps = edits.steps(facts.applied.servers, prepared.servers, facts.fleet)
     starting = edits.to_run(steps, facts.desired)
-    problems = (*_blocked(loaded, starting, facts), *_collisions(loaded, starting, steps, facts))
+    problems = (
+        *_blocked(loaded, starting, facts),
+        *_collisions(loaded, starting, steps, facts),
+        *_unfit(loaded, prepared, starting, steps, facts),
+    )
     return Refuse(problems) if problems else Apply(loaded, prepared, steps)
 
 
@@ -296,6 +300,21 @@ def _collisions(
                 f"port {server.spec.port} is used by {owner}, whose new section failed",
                 f"correct servers.{owner} in the same edit",
             )
+
+
+def _unfit(
+    loaded: Loaded,
+    prepared: Prepared,
+    starting: Sequence[PreparedServer],
+    steps: Sequence[differ.Step],
+    facts: Facts,
+) -> Iterator[Problem]:
+    """Yield a problem for each server that could not have the memory it needs, before anything is stopped for it."""
+    unfit = edits.unfit(
+        starting, steps, facts.applied.servers, facts.fleet.servers, prepared.budget_bytes
+    )
+    for name, refusal in unfit.items():
+        yield loaded.sources[name].problem("", f"it does not fit: {refusal}", memory.HINT)
 
 
 def _removes_much(edit: Apply, facts: Facts) -> bool:

@@ -17,10 +17,11 @@ from typing import assert_never
 from structlog.typing import FilteringBoundLogger
 
 from daemon.config import wire
+from daemon.config.machine import Machine
 from daemon.config.prepare import PreparedServer, live_message, worker_spec
 from daemon.config.spec import DaemonSpec
 from daemon.log import get_logger
-from daemon.supervisor import events, plan
+from daemon.supervisor import events, plan, room
 from daemon.supervisor.counts import Counts
 from daemon.supervisor.events import Effect
 from daemon.supervisor.plan import Fleet, Told
@@ -40,6 +41,7 @@ class Wanted:
 
     servers: Mapping[str, PreparedServer] = field(default_factory=dict)
     daemon: DaemonSpec = field(default_factory=DaemonSpec)
+    machine: Machine | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,9 @@ class Reconciler:
         self._changed = changed
         self._turned = turned
         self._recheck = recheck
+        self._over_budget = False
+        self.exits = asyncio.Event()
+        """Set whenever a worker has ended: what it used is free now."""
         self._refused: Mapping[Address, AddressTakenError] = {}
         self._queue: asyncio.Queue[_Job] = asyncio.Queue()
         self._log = get_logger()
@@ -141,6 +146,8 @@ class Reconciler:
         self._wakes.follow(self.fleet, changed)
         self._note_changes(before, changed)
         self._changed(before, self.fleet)
+        if isinstance(job.event, plan.Apply | plan.Measured):
+            self._log_memory()
         if self._refused or self._sockets.unsettled or not plan.same_listeners(before, self.fleet):
             await self._arrange_sockets()
         for effect in effects:
@@ -157,14 +164,14 @@ class Reconciler:
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
-            case events.Spawn(name, launch, nonce):
-                self._spawn(name, launch, nonce)
+            case events.Spawn(name, launch, nonce, share):
+                self._spawn(name, launch, nonce, share)
             case events.SendDrain(name, launch, timeout_s):
                 self.workers.send(name, launch, wire.Drain(timeout_s=timeout_s))
-            case events.SendLive(name, launch):
-                server = self.fleet.servers[name]
-                live = live_message(self._sections[name, server.spec_hash])
-                self.workers.send(name, launch, live)
+            case events.SendLive(name, launch, share):
+                if server := self.fleet.servers.get(name):
+                    prepared = self._sections[name, server.spec_hash]
+                    self.workers.send(name, launch, live_message(prepared, share or None))
             case events.SendSignal(name, launch, signal):
                 self.workers.signal(name, launch, signal)
             case events.Recheck(name):
@@ -172,7 +179,7 @@ class Reconciler:
             case _:
                 assert_never(effect)
 
-    def _spawn(self, name: str, launch: int, nonce: str) -> None:
+    def _spawn(self, name: str, launch: int, nonce: str, share: int) -> None:
         server, daemon = self.fleet.servers[name], self.wanted.daemon
         prepared = self._sections[name, server.spec_hash]
         if prepared.blocked is not None:
@@ -189,6 +196,7 @@ class Reconciler:
             nonce=nonce,
             log_level=daemon.log.level,
             profiles=self._profiles,
+            memory_limit_bytes=share or None,
         )
         self.workers.spawn(spec, listener, self._log_path(name, daemon))
 
@@ -203,11 +211,22 @@ class Reconciler:
         else:
             self.post(server.name, events.Unblock())
 
+    def _log_memory(self) -> None:
+        """Say once when the servers come to hold more memory than they may."""
+        budget = self.fleet.budget
+        held = sum(room.held(self.fleet.servers).values())
+        over = budget is not None and held > budget
+        if over and not self._over_budget:
+            self._log.warning("memory.over_budget", held_bytes=held, budget_bytes=budget)
+        self._over_budget = over
+
     def _note_changes(self, before: Fleet, changed: Sequence[str]) -> None:
         for name in changed:
             earlier, server = before.servers.get(name), self.fleet.servers[name]
             if earlier is None:
                 continue
+            if earlier.last_exit is not server.last_exit:
+                self.exits.set()
             self.counts.changed(earlier, server)
             if not _looks_alike(earlier, server):
                 _log_change(self._log.bind(server=name), earlier, server)

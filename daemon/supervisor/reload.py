@@ -17,16 +17,18 @@ from typing import Literal, TypeVar, assert_never
 
 from daemon.config import diff as differ
 from daemon.config.load import Loaded, RejectedError, load
+from daemon.config.machine import machine
 from daemon.config.prepare import Prepared, PreparedServer, prepare
 from daemon.config.spec import DaemonSpec
 from daemon.errors import ConfigError, Problem, TqdError
 from daemon.log import get_logger
 from daemon.paths import StateDir
 from daemon.policy.store import load_allowlist
-from daemon.supervisor import edits, events, intake, plan
+from daemon.supervisor import device, edits, events, intake, plan
 from daemon.supervisor.desired import DesiredState
 from daemon.supervisor.intake import Look
 from daemon.supervisor.last_good import LastGood
+from daemon.supervisor.lifecycle import NO_MEMORY
 from daemon.supervisor.reconcile import Reconciler, Wanted
 from daemon.supervisor.server import Cause, Desired, State
 from daemon.supervisor.sockets import AddressTakenError, Sockets
@@ -340,7 +342,11 @@ class Configuration:
         return await asyncio.to_thread(_read, self._path, self._environ, files)
 
     async def _prepare(self, loaded: Loaded) -> Prepared:
-        return await asyncio.to_thread(prepare, loaded, state=self._state)
+        return await asyncio.to_thread(self._prepare_here, loaded)
+
+    def _prepare_here(self, loaded: Loaded) -> Prepared:
+        facts = device.facts(self._state, self._environ)
+        return prepare(loaded, state=self._state, on=machine(facts))
 
     async def _new_evidence(self) -> bool:
         """Whether `tqd eval --record` has written to the allow-list since it was last read."""
@@ -449,8 +455,8 @@ class Configuration:
     ) -> None:
         self._applied = prepared
         daemon = prepared.daemon
-        event = plan.Apply(changes, daemon.max_parallel_loads)
-        await self._reconciler.submit(event, Wanted(prepared.servers, daemon))
+        event = plan.Apply(changes, daemon.max_parallel_loads, prepared.budget_bytes)
+        await self._reconciler.submit(event, Wanted(prepared.servers, daemon, prepared.machine))
         self._adopted(daemon)
 
     def _desired_of(self, server: PreparedServer) -> Desired:
@@ -477,7 +483,11 @@ class Configuration:
 
     def _blocked(self) -> list[str]:
         servers = self._reconciler.fleet.servers.values()
-        names = [it.name for it in servers if it.state is State.BLOCKED]
+        names = [
+            it.name
+            for it in servers
+            if it.state is State.BLOCKED and it.cause and it.cause.code != NO_MEMORY
+        ]
         return [name for name in names if name in self._applied.servers]
 
 

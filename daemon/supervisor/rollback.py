@@ -21,6 +21,7 @@ def replaced(server: Server, section: Section) -> Server:
         server,
         spec=section.spec,
         spec_hash=section.spec_hash,
+        claim=section.claim,
         previous=previous,
         divergence=None,
     )
@@ -45,6 +46,7 @@ def rolled_back(server: Server, cause: Cause, now: float) -> Server | None:
         server,
         spec=previous.spec,
         spec_hash=previous.spec_hash,
+        claim=previous.claim,
         previous=None,
         divergence=Divergence(server.section, cause, now),
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from daemon.config.load import Loaded
+from daemon.config.machine import Machine
 from daemon.config.prepare import Blocked, Prepared, PreparedServer
 from daemon.config.spec import DaemonSpec, Servers, ServerSpec
 from daemon.errors import Problem
@@ -35,7 +36,10 @@ def server(
 
 
 def prepared(
-    *servers: PreparedServer, content: str = "", daemon: DaemonSpec | None = None
+    *servers: PreparedServer,
+    content: str = "",
+    daemon: DaemonSpec | None = None,
+    memory: int = 2**40,
 ) -> Prepared:
     return Prepared(
         path=PATH,
@@ -45,7 +49,7 @@ def prepared(
         watched=(PATH,),
         warnings=(),
         content_hash=content,
-        memory_bytes=2**30,
+        machine=Machine(memory),
         allowlist=(),
         daemon_source=Entry("daemon"),
     )
