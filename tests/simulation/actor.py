@@ -20,6 +20,7 @@ from daemon.supervisor.plan import Fleet, Told
 from daemon.supervisor.reconcile import IDLE_S, SLEPT_S
 from daemon.supervisor.server import Address, Cause, Desired
 from tests.simulation.world import (
+    BUDGET,
     DRAIN_S,
     FIRST_BACKOFF_S,
     GRACE_S,
@@ -396,6 +397,9 @@ class Daemon:
                 raise BrokenError(f"{name} has two processes")
             if other.port == self.fleet.servers[name].address.port:
                 raise BrokenError(f"{name} and {other.name} share a port")
+        workers = [it.worker for it in self.fleet.servers.values() if it.worker is not None]
+        if sum(it.held_bytes for it in workers) > BUDGET:
+            raise BrokenError(f"{name} was launched into memory that others hold")
         if account.free_retries:
             account.free_retries = 0
             return
@@ -461,7 +465,11 @@ class Daemon:
 
     def _prepared(self, text: Text) -> Prepared:
         servers = [prepared_server(it, it.name in self.world.missing) for it in text.entries]
-        keys = {"max_parallel_loads": text.parallel, "reload": self.mode}
+        keys = {
+            "max_parallel_loads": text.parallel,
+            "reload": self.mode,
+            "memory_budget": BUDGET,
+        }
         daemon = DaemonSpec().model_copy(update=keys)
         content = f"{text.parallel} {text.entries}"
         return configurations.prepared(*servers, content=content, daemon=daemon)
@@ -516,7 +524,8 @@ class Daemon:
     ) -> None:
         self.applied = applied
         self._sections |= {(it.name, it.spec_hash): it for it in applied.servers.values()}
-        self.deliver(plan.Apply(tuple(changes), applied.daemon.max_parallel_loads))
+        parallel = applied.daemon.max_parallel_loads
+        self.deliver(plan.Apply(tuple(changes), parallel, applied.budget_bytes))
 
     def desired_of(self, server: PreparedServer) -> Desired:
         if not server.spec.enabled:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from daemon.supervisor import intake, lifecycle, plan, rollback
+from daemon.supervisor import edits, intake, lifecycle, plan, rollback, room
 from daemon.supervisor.server import Server, State
 from tests.simulation.history import run
 from tests.simulation.world import BrokenError
 
-SEEDS = 60
+SEEDS = 200
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
@@ -172,6 +172,13 @@ def keeps_a_live_change_to_itself(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(lifecycle, "_update", lambda server, spec: (replace(server, spec=spec), ()))
 
 
+def gives_memory_away_twice(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(room, "shortage", lambda *_: None)
+    patch.setattr(room, "refusals", lambda *_: {})
+    patch.setattr(edits, "unfit", lambda *_: {})
+    patch.setattr(room, "first_share", lambda server, *_: server.claim.needs_bytes)
+
+
 def numbers_launches_anew(patch: pytest.MonkeyPatch) -> None:
     step = plan.step
     patch.setattr(
@@ -200,6 +207,7 @@ BUGS: list[Patch] = [
     forgets_who_is_next,
     keeps_the_sockets_of_the_stopped,
     keeps_a_live_change_to_itself,
+    gives_memory_away_twice,
     numbers_launches_anew,
 ]
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from daemon.config.prepare import Blocked, PreparedServer
 from daemon.config.spec import ProbeSpec, RestartSpec, ServerSpec
+from daemon.policy.claim import Claim
 from daemon.supervisor.intake import Look
 from tests.supervisor import configurations
 
@@ -31,6 +32,9 @@ LOAD_STALL_S = 15.0
 DRAIN_S = 5.0
 GRACE_S = 4.0
 BEAT_S = 4.0
+GIB = 2**30
+CLAIM = Claim(8 * GIB, 0, 0, sequence_bytes=2 * GIB, most_kv_bytes=6 * GIB)
+BUDGET = 45 * GIB  # four servers fit, a fifth does not
 
 
 Fate = Literal["good", "bad"]
@@ -95,7 +99,7 @@ def prepared_server(entry: Entry, missing: bool) -> PreparedServer:
         stop_grace=GRACE_S,
     )
     blocked = Blocked("model_missing", "no such folder", None) if missing else None
-    return configurations.server(entry.name, spec, entry.spec_hash, blocked)
+    return configurations.server(entry.name, spec, entry.spec_hash, blocked, CLAIM)
 
 
 @dataclass(slots=True, eq=False)

@@ -10,6 +10,7 @@ from daemon.config.machine import Machine
 from daemon.config.prepare import Blocked, Prepared, PreparedServer
 from daemon.config.spec import DaemonSpec, Servers, ServerSpec
 from daemon.errors import Problem
+from daemon.policy.claim import Claim
 from daemon.policy.spec import KvRequest
 
 PATH = Path("servers.yaml")
@@ -30,9 +31,13 @@ class Entry:
 
 
 def server(
-    name: str, spec: ServerSpec, version: str = "1", blocked: Blocked | None = None
+    name: str,
+    spec: ServerSpec,
+    version: str = "1",
+    blocked: Blocked | None = None,
+    claim: Claim | None = None,
 ) -> PreparedServer:
-    return PreparedServer(name, "m", spec, KV, version, version, blocked=blocked)
+    return PreparedServer(name, "m", spec, KV, version, version, blocked=blocked, claim=claim)
 
 
 def prepared(
