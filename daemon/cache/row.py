@@ -13,12 +13,13 @@ left keeps its order and its slots: to attention the row is a shorter sequence.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import mlx.core as mx
 
 from daemon.cache import window
 from daemon.cache.side import FullPrecision, RowState, dtype_name
-from daemon.kernels import codec, packing
+from daemon.kernels import codec, order, packing
 from daemon.kernels.keys import KeyTransform
 from daemon.kernels.packing import TILE, Packed, TileLayout
 from daemon.kernels.rotation import Side
@@ -97,7 +98,7 @@ class Row:
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Add the tokens of *keys* (H, n, dim_k) and *values* (H, n, dim_v); older ones are packed first."""
         if self._layout is None:
-            self._layout = TileLayout(
+            self._layout = packing.native_layout(
                 self.scheme.k, self.scheme.v, keys.shape[-1], values.shape[-1]
             )
         self.pack()
@@ -166,8 +167,9 @@ class Row:
         """Return everything the row holds, for Row.restored."""
         (n_heads, dim_k), (_, dim_v) = self.shapes()
         tiles = {}
-        if self._tiles is not None and self._packed_to:
-            tiles["tiles"] = self._tiles[:, : -(-self._packed_to // TILE)]
+        if self._tiles is not None and self._packed_to and self._layout is not None:
+            used = self._tiles[:, : -(-self._packed_to // TILE)]
+            tiles["tiles"] = packing.reordered(used, self._layout, order.CANONICAL)
         return RowState(
             length=self.length,
             dropped=self.dropped,
@@ -192,9 +194,15 @@ class Row:
             )
         row = self.fresh()
         row.length, row.dropped, row._packed_to = state.length, state.dropped, state.packed_to
-        row._tiles = state.arrays.get("tiles")
         if state.length:
-            row._layout = TileLayout(self.scheme.k, self.scheme.v, state.dim_k, state.dim_v)
+            row._layout = packing.native_layout(
+                self.scheme.k, self.scheme.v, state.dim_k, state.dim_v
+            )
+            tiles = state.arrays.get("tiles")
+            if tiles is not None:
+                canonical = replace(row._layout, order=order.CANONICAL)
+                tiles = packing.reordered(tiles, canonical, row._layout.order)
+            row._tiles = tiles
             row._k.restore("k", state, state.dim_k, state.dtype_k)
             row._v.restore("v", state, state.dim_v, state.dtype_v)
         return row

@@ -69,9 +69,13 @@ class Rotary:
 
     def table(self, start: int, end: int) -> mx.array:
         """Return cosines, sines and a column of ones for unrotated channels: (end - start, width), float32."""
+        return self.whole_table(end)[start:end]
+
+    def whole_table(self, end: int) -> mx.array:
+        """Return the table from position 0 to *end* or further."""
         if self._table is None or end > self._table.shape[0]:
             self._table = self._rows(-(-end // _TABLE_STEP) * _TABLE_STEP)
-        return self._table[start:end]
+        return self._table
 
     def _rows(self, count: int) -> mx.array:
         # RoPE_p of a vector with ones at the first channel of each pair is cos θ_p there and sin θ_p at its partner
