@@ -8,6 +8,7 @@ falls back to mlx-lm's own caches, with a reason, where they disagree.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -19,19 +20,23 @@ from daemon.cache.alone import alone
 from daemon.cache.latent import BatchLatentCache, LatentCache
 from daemon.cache.row import Row
 from daemon.cache.sequence import BatchCache, SequenceCache
+from daemon.kernels.attention import REFERENCE
+from daemon.kernels.case import Attend
 from daemon.kernels.keys import KeyTransform
+from daemon.kernels.packing import TILE
 from daemon.policy.architecture import LayerKind
 from daemon.policy.resolve import LayerPlan
 from daemon.policy.rules import Batching
 from daemon.policy.schemes import REFERENCE_BITS, SCHEMES, Scheme
 
 PROBE_TOKENS = 6
-PACKED_PROBE_TOKENS = 80  # past 4 sinks and a tail of 32, so that tiles are attended to
+PROBE_SINKS = 4
+PACKED_PROBE_TOKENS = 80  # past the sinks and a tail of 32, so that tiles are attended to
 # Largest |difference| of logits over their largest magnitude, by dtype: the same attention in another order of
 # operations. On the tiny models of every family it is exactly zero in float32.
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 8e-2}
 
-_EXACT = SCHEMES["fp16"]
+EXACT = SCHEMES["fp16"]
 
 Caches = list[Any]
 
@@ -55,26 +60,45 @@ class Slot:
         """Whether the statistics of keys mean anything here: latents have none that a rotary module made."""
         return self.packed and self.plan.kind is LayerKind.FULL
 
-    def row(self, scheme: Scheme | None = None) -> Row:
-        """Return an empty row under the plan, or with *scheme* and every token instead."""
+    def row(self, scheme: Scheme | None = None, attention: Attend = REFERENCE) -> Row:
+        """Return an empty row under the plan, or with *scheme* and every token instead, to which *attention* attends."""
         return Row(
             scheme or self.plan.effective,
             sink_tokens=self.plan.sink_tokens,
             tail_tokens=self.plan.tail_tokens,
             fold_tokens=self.plan.fold_tokens,
+            exact_prompt=self.plan.exact_prompt,
             token_budget=None if scheme else self.plan.token_budget,
             keys=self.keys,
             statistics_id=self.statistics_id,
+            attention=attention,
         )
 
-    def placed(self, stock: Any, make: Callable[[Any], Any]) -> Any:
-        """Return what *make* makes of *stock*, or of the members in it that are ours; *stock* where none is."""
+    def probe_row(self) -> Row:
+        """Return an empty row like `row` whose tokens are packed as soon as may be, for a probe of few tokens."""
+        short = replace(
+            self.plan,
+            sink_tokens=min(self.plan.sink_tokens, PROBE_SINKS),
+            tail_tokens=min(self.plan.tail_tokens, TILE),
+            fold_tokens=TILE,
+            exact_prompt=0,
+            token_budget=None,
+        )
+        return replace(self, plan=short).row()
+
+    def placed(
+        self, stock: Any, make: Callable[[Any], Any], keep: Callable[[Any], Any] = lambda it: it
+    ) -> Any:
+        """Return what *make* makes of *stock*, or of the members in it that are ours, and what *keep* makes of the rest."""
         if not self.packed:
-            return stock
+            return keep(stock)
         if not self.members:
             return make(stock)
         return CacheList(
-            *(make(part) if at in self.members else part for at, part in enumerate(stock.caches))
+            *(
+                make(part) if at in self.members else keep(part)
+                for at, part in enumerate(stock.caches)
+            )
         )
 
 
@@ -82,18 +106,25 @@ class CacheFactory:
     """Makes the caches of a new sequence; installed as the model's `make_cache`.
 
     *one_row*: the model cannot run several sequences together, so its caches stand for a batch of one.
+    *attention* attends to what is packed.
     """
 
     def __init__(
-        self, stock: Callable[[], Caches], slots: Sequence[Slot], *, one_row: bool = False
+        self,
+        stock: Callable[[], Caches],
+        slots: Sequence[Slot],
+        *,
+        one_row: bool = False,
+        attention: Attend = REFERENCE,
     ) -> None:
         self._stock = stock
         self._one_row = one_row
+        self._attention = attention
         self.slots = tuple(slots)
 
     def __call__(self) -> Caches:
         """Return one cache for each slot, empty."""
-        return self._make(Slot.row)
+        return self._make(lambda slot: slot.row(attention=self._attention))
 
     def stock(self) -> Caches:
         """Return mlx-lm's own caches."""
@@ -102,7 +133,11 @@ class CacheFactory:
 
     def unpacked(self) -> Caches:
         """Return our caches with every layer in full precision: what the probe compares with mlx-lm's own."""
-        return self._make(lambda slot: slot.row(_EXACT))
+        return self._make(lambda slot: slot.row(EXACT))
+
+    def short(self) -> Caches:
+        """Return our caches with so short a tail that a probe of few tokens attends to packed ones."""
+        return self._make(Slot.probe_row)
 
     @property
     def plans(self) -> tuple[LayerPlan, ...]:
@@ -131,6 +166,10 @@ class CacheFactory:
         ]
         return self._with(slots)
 
+    def attended_by(self, attention: Attend) -> CacheFactory:
+        """Return a factory of the same caches, to which *attention* attends."""
+        return CacheFactory(self._stock, self.slots, one_row=self._one_row, attention=attention)
+
     @property
     def packed_kinds(self) -> tuple[LayerKind, ...]:
         """The kinds of the layers whose caches are ours."""
@@ -154,7 +193,7 @@ class CacheFactory:
         return self._with(slots)
 
     def _with(self, slots: Sequence[Slot]) -> CacheFactory:
-        return CacheFactory(self._stock, slots, one_row=self._one_row)
+        return CacheFactory(self._stock, slots, one_row=self._one_row, attention=self._attention)
 
     def _make(self, row_of: Callable[[Slot], Row]) -> Caches:
         made = [
@@ -211,7 +250,7 @@ def _growing(cache: Any) -> tuple[int, ...]:
 
 
 def _asks(plan: LayerPlan) -> bool:
-    return plan.effective != _EXACT or plan.token_budget is not None
+    return plan.effective != EXACT or plan.token_budget is not None
 
 
 def _filler(plans: Sequence[LayerPlan], index: int) -> LayerPlan:
@@ -221,7 +260,7 @@ def _filler(plans: Sequence[LayerPlan], index: int) -> LayerPlan:
 def _unpacked(plan: LayerPlan, reason: str) -> LayerPlan:
     if not _asks(plan):
         return plan
-    return replace(plan, effective=_EXACT, token_budget=None, reason=reason)
+    return replace(plan, effective=EXACT, token_budget=None, reason=reason)
 
 
 def convert(caches: Sequence[Any], row_of: Callable[[int], Row | None]) -> Caches:
@@ -246,7 +285,7 @@ def convert(caches: Sequence[Any], row_of: Callable[[int], Row | None]) -> Cache
 
 
 def convert_slots(caches: Sequence[Any], slots: Sequence[Slot]) -> Caches:
-    """Return *caches* with those packed that are ours in *slots* (plan_slots); the given ones are left as they are."""
+    """Return copies of *caches*, packed where they are ours in *slots* (plan_slots); the given ones are left as they are."""
     return [
         _converted(slot, cache, index)
         for index, (slot, cache) in enumerate(zip(slots, caches, strict=True))
@@ -254,7 +293,11 @@ def convert_slots(caches: Sequence[Any], slots: Sequence[Slot]) -> Caches:
 
 
 def _converted(slot: Slot, cache: Any, index: int) -> Any:
-    return slot.placed(cache, lambda part: _cache(slot.plan.kind, _rows(part, slot.row(), index)))
+    return slot.placed(
+        cache,
+        lambda part: _cache(slot.plan.kind, _rows(part, slot.row(), index)),
+        keep=copy.deepcopy,  # mlx-lm's own caches are written in place
+    )
 
 
 def _rows(cache: Any, row: Row, index: int) -> list[Row]:
@@ -304,7 +347,7 @@ def _failure(model: Any, factory: CacheFactory, expected: mx.array) -> str | Non
             return (
                 f"its attention does not go through the cache (logits differ by {difference:.1%})"
             )
-        packed = _two_passes(model, factory(), PACKED_PROBE_TOKENS, vocab_size)
+        packed = _two_passes(model, factory.short(), PACKED_PROBE_TOKENS, vocab_size)
         if not mx.all(mx.isfinite(packed)).item():
             return "packed keys and values gave infinite logits"
     except Exception as error:  # noqa: BLE001 - whatever a model's own code raises on a view means "not with this model"

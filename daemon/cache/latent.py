@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from daemon.cache.sequence import BatchCache, Mask, SequenceCache, View, causal
-from daemon.kernels import attention, latent
+from daemon.kernels import latent
 from daemon.kernels.stored import Stored
 
 
 class LatentCache(SequenceCache):
     """The cache of one sequence in one latent layer."""
 
-    _attention = staticmethod(attention.attend_latent)
+    _attention = latent
 
     def update_and_fetch(  # type: ignore[override] # the rotary keys, and latents for several tokens, are arrays
         self, keys: mx.array, values: mx.array
@@ -44,7 +44,7 @@ class LatentCache(SequenceCache):
 class BatchLatentCache(BatchCache):
     """The caches of several sequences in one latent layer, each of its own length."""
 
-    _attention = staticmethod(attention.attend_latent)
+    _attention = latent
 
     def update_and_fetch(  # type: ignore[override] # as LatentCache's
         self, keys: mx.array, values: mx.array

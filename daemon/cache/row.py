@@ -20,6 +20,8 @@ import mlx.core as mx
 from daemon.cache import window
 from daemon.cache.side import FullPrecision, RowState, dtype_name
 from daemon.kernels import codec, order, packing
+from daemon.kernels.attention import REFERENCE
+from daemon.kernels.case import Attend
 from daemon.kernels.keys import KeyTransform
 from daemon.kernels.packing import TILE, Packed, TileLayout
 from daemon.kernels.rotation import Side
@@ -27,14 +29,18 @@ from daemon.kernels.stored import Stored
 from daemon.policy.matching import least_token_budget
 from daemon.policy.schemes import FP16, Scheme
 
+DECODE_TOKENS = 8  # up to this many tokens at once are decoded: one, or several with speculation
+
 
 class Row:
     """One sequence of one layer; *length* tokens so far.
 
     Of these, *dropped* tokens after the sinks are gone, in whole tiles, where there is a
     *token_budget*: the most tokens that any token attends to. Tokens leave the tail *fold_tokens* at a
-    time, a multiple of a tile. *keys* is what is taken off keys before they are packed, and
-    *statistics_id* the name of the statistics behind it; affine keys are packed as they are.
+    time, a multiple of a tile. A prompt of up to *exact_prompt* tokens stays in full precision until it is
+    decoded; more than that is packed while it is read. *keys* is what is taken off keys before they are packed, and
+    *statistics_id* the name of the statistics behind it; affine keys are packed as they are. *attention*
+    is what attends to it.
     """
 
     def __init__(
@@ -44,10 +50,14 @@ class Row:
         sink_tokens: int,
         tail_tokens: int,
         fold_tokens: int = TILE,
+        exact_prompt: int = 0,
         token_budget: int | None = None,
         keys: KeyTransform | None = None,
         statistics_id: str | None = None,
+        attention: Attend = REFERENCE,
     ) -> None:
+        if exact_prompt and token_budget is not None:
+            raise ValueError("a row with a token budget packs its prompt as it is read")
         if token_budget is not None and (
             token_budget % TILE
             or token_budget < least_token_budget(sink_tokens, tail_tokens, fold_tokens)
@@ -61,8 +71,10 @@ class Row:
         self.sink_tokens = sink_tokens
         self.tail_tokens = tail_tokens
         self.fold_tokens = fold_tokens
+        self.exact_prompt = exact_prompt
         self.token_budget = token_budget
         self.statistics_id = statistics_id
+        self.attention = attention
         self.length = 0
         self.dropped = 0
         self._packed_to = 0
@@ -78,9 +90,11 @@ class Row:
             sink_tokens=self.sink_tokens,
             tail_tokens=self.tail_tokens,
             fold_tokens=self.fold_tokens,
+            exact_prompt=self.exact_prompt,
             token_budget=self.token_budget,
             keys=self.keys,
             statistics_id=self.statistics_id,
+            attention=self.attention,
         )
 
     def copy(self) -> Row:
@@ -101,8 +115,9 @@ class Row:
             self._layout = packing.native_layout(
                 self.scheme.k, self.scheme.v, keys.shape[-1], values.shape[-1]
             )
-        self.pack()
-        self._drop()
+        if not self._reads_prompt(keys.shape[1]):
+            self.pack()
+            self._drop()
         self._k.append(keys)
         self._v.append(values)
         self.length += keys.shape[1]
@@ -271,6 +286,11 @@ class Row:
         if self._layout is not None and not self._layout.packed:
             return self.length
         return self._packed_to + (self.dropped if self._packed_to else 0)
+
+    def _reads_prompt(self, count: int) -> bool:
+        """Whether *count* new tokens belong to a prompt that is still short enough to stay in full precision."""
+        unpacked = self._kept - self._packed_to
+        return count > DECODE_TOKENS and unpacked + count <= self.exact_prompt
 
     @property
     def _kept(self) -> int:

@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
 from daemon.cache.row import Row
-from daemon.kernels import attention
+from daemon.kernels.case import Attend
 from daemon.kernels.rotation import Side
 
 Mask = mx.array | str | None
@@ -71,6 +71,7 @@ class _Cache:
     """What both caches share; *rows* is the only state."""
 
     rows: list[Row]
+    _attention: Attend | None = None  # of latents; else each row has its own
 
     def keys_and_values(self: Attending) -> tuple[View, View]:
         """Return views of everything stored, for layers that read another layer's cache."""
@@ -123,11 +124,20 @@ class _Cache:
             row.check_trim(count)
         return max((row.trim(count) for row in self.rows), default=0)
 
+    def _attend_row(
+        self,
+        row: Row,
+        queries: mx.array,
+        scale: float,
+        mask: mx.array | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        attention = self._attention or row.attention
+        return attention.attend(queries, row.stored(), scale, mask, sinks)
+
 
 class SequenceCache(_Cache):
     """The cache of one sequence in one layer."""
-
-    _attention = staticmethod(attention.attend)
 
     def __init__(self, row: Row) -> None:
         self.rows = [row]
@@ -155,7 +165,7 @@ class SequenceCache(_Cache):
         if array is not None and array.ndim == 4:
             array = array[0]
         array = self.row.mask(queries.shape[2], array)
-        return self._attention(queries[0], self.row.stored(), scale, array, sinks)[None]
+        return self._attend_row(self.row, queries[0], scale, array, sinks)[None]
 
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         """Return the mask for *n* new tokens, as base.create_attention_mask asks for it."""
@@ -177,8 +187,6 @@ class BatchCache(_Cache):
     To the model they look like one rectangle: histories end where the new tokens begin, and shorter
     ones are padded on the left; new tokens that are padding stand on the right. Masks have that shape.
     """
-
-    _attention = staticmethod(attention.attend)
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.rows = list(rows)
@@ -226,13 +234,8 @@ class BatchCache(_Cache):
             if count == 0:
                 outs.append(None)
                 continue
-            part = self._attention(
-                queries[index, :, :count],
-                row.stored(),
-                scale,
-                row.mask(count, self._row_mask(mask, index, count)),
-                sinks,
-            )
+            visible = row.mask(count, self._row_mask(mask, index, count))
+            part = self._attend_row(row, queries[index, :, :count], scale, visible, sinks)
             outs.append(
                 part if count == length else mx.pad(part, [(0, 0), (0, length - count), (0, 0)])
             )

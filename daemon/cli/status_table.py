@@ -159,13 +159,14 @@ def _layers(server: ServerStatus) -> Iterator[RenderableType]:
     for warning in kv["warnings"]:
         yield Text(f"note: {warning}")
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("LAYERS", "KIND", "REQUESTED", "EFFECTIVE", "REASON"):
+    for name in ("LAYERS", "KIND", "REQUESTED", "EFFECTIVE", "BACKEND", "REASON"):
         table.add_column(name)
     for group in layers:
         first, last = group["first"], group["last"]
         span = str(first) if first == last else f"{first}-{last}"
-        row = (span, group["kind"], group["requested"], group["effective"], group["reason"] or "")
-        table.add_row(*map(Text, row))
+        reasons = "; ".join(filter(None, (group["reason"], group["backend_reason"])))
+        row = (span, group["kind"], group["requested"], group["effective"], group["backend"])
+        table.add_row(*map(Text, (*row, reasons)))
     yield table
 
 

@@ -88,6 +88,8 @@ class LayerReport(Message):
     requested: str
     effective: str
     reason: str | None = None
+    backend: str = Field("mlx", description="which attention runs: reference | metal | cuda | mlx")
+    backend_reason: str | None = Field(None, description="why not the device's own kernels")
 
 
 class KvReport(Message):
@@ -101,7 +103,7 @@ class KvReport(Message):
     sink_tokens: int
     tail_tokens: int
     calibration: str = Field("none", description="where the statistics of the keys come from")
-    backend: str = Field(description="which attention runs: reference | metal | cuda")
+    backend: str = Field(description="which attention runs; several where layers differ")
     bytes_per_token: float = Field(description="measured on real buffers of packed tokens")
     bytes_per_token_fp16: float = Field(description="the same layers in a 16-bit cache")
 

@@ -1,27 +1,118 @@
-"""The one entry to attention over stored keys and values; picks the backend by device."""
+"""The one entry to attention over stored keys and values, and the choice of what runs it.
+
+The device decides which fused kernels there are: Metal's, CUDA's, or none. They run a case only after
+they have agreed with the reference on it, on this device, in this process; whatever they refuse or get
+wrong goes to the reference, and the choice remembers why.
+"""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+from dataclasses import dataclass
+from typing import Literal, Protocol, cast
+
 import mlx.core as mx
 
-from daemon.kernels import latent, reference
+from daemon.kernels import proof, reference
+from daemon.kernels.case import Attend, Case
 from daemon.kernels.stored import Stored
 
-
-def backend() -> str:
-    """Return the name of the backend that runs on the default device."""
-    return "reference"
+Backend = Literal["reference", "metal", "cuda", "mlx"]
 
 
-def attend(
-    queries: mx.array, stored: Stored, scale: float, mask: mx.array | None, sinks: mx.array | None
-) -> mx.array:
-    """Attend from the newest tokens' *queries* to everything *stored*; the contract is reference.attend's."""
-    return reference.attend(queries, stored, scale, mask, sinks)
+class Kernels(Attend, Protocol):
+    """A device's fused kernels: the modules `daemon.kernels.metal` and `daemon.kernels.cuda`."""
+
+    def refusal(self, case: Case) -> str | None:
+        """Return why these kernels cannot do *case*, in words for the status; None: they can."""
+        ...
 
 
-def attend_latent(
-    queries: mx.array, stored: Stored, scale: float, mask: mx.array | None, sinks: mx.array | None
-) -> mx.array:
-    """Attend from the newest token's *queries* to every latent *stored*; the contract is latent.attend's."""
-    return latent.attend(queries, stored, scale, mask, sinks)
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What runs a case, and why not the device's kernels; *failed*: they should have been able to.
+
+    Where nothing is packed there is no case, and mlx runs by itself.
+    """
+
+    backend: Backend
+    reason: str | None = None
+    failed: bool = False
+
+
+_REFERENCE = Choice("reference")
+
+
+class Attention:
+    """Attention on one device; remembers a choice for every case that it has met.
+
+    *kernels* None: there are none, and everything runs on the reference.
+    """
+
+    def __init__(self, backend: Backend = "reference", kernels: Kernels | None = None) -> None:
+        self._backend = backend
+        self._kernels = kernels
+        self._choices: dict[Case, Choice] = {}
+
+    def attend(
+        self,
+        queries: mx.array,
+        stored: Stored,
+        scale: float,
+        mask: mx.array | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        """Attend from the newest tokens' *queries* to everything *stored*; the contract is reference.attend's.
+
+        Kernels are asked only where something is packed, by at most reference.FUSED_QUERIES queries.
+        """
+        kernels = self._kernels
+        if (
+            kernels is not None
+            and stored.packed_to > stored.packed_from
+            and queries.shape[1] <= reference.FUSED_QUERIES
+            and self.choice(Case.of(queries, stored, mask, sinks)).backend != "reference"
+        ):
+            return kernels.attend(queries, stored, scale, mask, sinks)
+        return reference.attend(queries, stored, scale, mask, sinks)
+
+    def choice(self, case: Case) -> Choice:
+        """Return what runs *case*; the first time, the kernels must prove themselves on it, which takes a moment."""
+        if self._kernels is None:
+            return _REFERENCE
+        if case not in self._choices:
+            self._choices[case] = self._choose(self._kernels, case)
+        return self._choices[case]
+
+    def _choose(self, kernels: Kernels, case: Case) -> Choice:
+        refusal = kernels.refusal(case)
+        if refusal is not None:
+            return Choice("reference", refusal)
+        problem = proof.problem(kernels, case)
+        if problem is not None:
+            return Choice("reference", f"the {self._backend} kernels {problem}", failed=True)
+        return Choice(self._backend)
+
+
+REFERENCE = Attention()
+
+
+def backend_of(*, gpu: bool, metal: bool, cuda: bool) -> Backend:
+    """Return whose kernels fit a device: *gpu* is MLX's default, and MLX was built for *metal* or *cuda*."""
+    if gpu and metal:
+        return "metal"
+    return "cuda" if gpu and cuda else "reference"
+
+
+def on_this_device() -> Attention:
+    """Return attention for MLX's default device, with the kernels that this build has for it."""
+    backend = backend_of(
+        gpu=mx.default_device() != mx.Device(mx.cpu),
+        metal=mx.metal.is_available(),
+        cuda=mx.cuda.is_available(),
+    )
+    module = f"{__package__}.{backend}"
+    if backend == "reference" or importlib.util.find_spec(module) is None:
+        return REFERENCE
+    return Attention(backend, cast("Kernels", importlib.import_module(module)))

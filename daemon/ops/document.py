@@ -161,6 +161,8 @@ class LayerGroup(TypedDict):
     requested: str
     effective: str
     reason: str | None
+    backend: str
+    backend_reason: str | None
 
 
 class Fallback(TypedDict):

@@ -345,6 +345,8 @@ def _layers(report: Report | None) -> list[LayerGroup] | None:
             "requested": layer.requested,
             "effective": layer.effective,
             "reason": layer.reason,
+            "backend": layer.backend,
+            "backend_reason": layer.backend_reason,
         }
         for layer in report.ready.kv.layers
     ]

@@ -17,15 +17,16 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, load_tokenizer
 
-from daemon.cache import build, seam
+from daemon.cache import backends, build, seam
 from daemon.cache.build import CacheFactory
 from daemon.config import wire
 from daemon.errors import PolicyError, WorkerExit, WorkerExitError
-from daemon.kernels import attention
-from daemon.policy.architecture import Architecture, LayerKind, read_architecture
-from daemon.policy.resolve import ResolvedPolicy, resolve, summarize
+from daemon.kernels.attention import on_this_device
+from daemon.policy.architecture import Architecture, read_architecture
+from daemon.policy.resolve import ResolvedPolicy, resolve
 from daemon.policy.rules import Batching, architectures
-from daemon.worker.calibration import Calibration, Wanted, calibrated
+from daemon.worker.caches import Subject, put_in_force
+from daemon.worker.kv_report import kv_report
 
 Progress = Callable[[str, float], None]
 
@@ -58,7 +59,8 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
     config = _read_config(folder)
     try:
         architecture = read_architecture(config)
-        resolved = resolve(spec.kv, architecture, allowed=spec.allowed_low_bit_keys)
+        # before gigabytes are read
+        resolve(spec.kv, architecture, allowed=spec.allowed_low_bit_keys)
     except PolicyError as error:
         raise WorkerExitError(
             WorkerExit.BAD_CONFIG, f"{folder.name}: {error.message}", hint=error.hint
@@ -72,16 +74,27 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
     tokenizer = _load_tokenizer(folder, spec, config)
     progress("checking the KV policy", 0.85)
     vocab_size: int = model(mx.array([[0]])).shape[-1]  # nothing is computed for a shape
-    factory = build.plan_caches(
-        model,
-        [plan for plan in resolved.layers if plan.kind != LayerKind.SHARED],
+    caches = put_in_force(
+        Subject(
+            name=folder.name,
+            model=model,
+            tokenizer=tokenizer,
+            architecture=architecture,
+            vocab_size=vocab_size,
+            fingerprint=spec.fingerprint,
+            profiles=Path(spec.profiles) if spec.profiles else None,
+        ),
+        spec.kv,
+        allowed=spec.allowed_low_bit_keys,
         batching=architecture.batching,
+        progress=lambda share: progress("measuring the keys (once per model)", 0.85 + 0.15 * share),
     )
-    factory = _probed(folder, model, factory, vocab_size)
-    calibration = _calibration(spec, architecture, model, tokenizer, factory, progress)
-    factory = factory.calibrated(calibration.transforms, calibration.id)
+    resolved, factory = caches.resolved, caches.factory
     cost = build.measure(model, factory, vocab_size)
-    kv_report = _kv_report(spec, resolved, factory, cost, calibration)
+    attention = on_this_device()
+    chosen = backends.choices(model, factory, attention)
+    factory = factory.attended_by(attention)
+    report = kv_report(spec.kv, resolved, factory, chosen, cost, caches.calibration)
     if spec.kv.strict:
         _refuse_fallbacks(resolved, factory)
         _refuse_lost_budgets(resolved, factory)
@@ -97,7 +110,7 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
         eos_token_ids=frozenset(tokenizer.eos_token_ids),
         batching=architecture.batching,
         model_report=_model_report(spec, folder, model, architecture),
-        kv_report=kv_report,
+        kv_report=report,
     )
 
 
@@ -187,74 +200,6 @@ def _load_tokenizer(folder: Path, spec: wire.WorkerSpec, config: dict[str, Any])
                 WorkerExit.BAD_CONFIG, f"cannot read the chat template {path}: {_one_line(error)}"
             ) from error
     return tokenizer
-
-
-def _probed(folder: Path, model: Any, factory: CacheFactory, vocab_size: int) -> CacheFactory:
-    try:
-        return build.probe(model, factory, vocab_size)
-    except Exception as error:
-        raise WorkerExitError(
-            WorkerExit.BAD_CONFIG, f"mlx-lm cannot run {folder.name} here: {_one_line(error)}"
-        ) from error
-
-
-def _calibration(
-    spec: wire.WorkerSpec,
-    architecture: Architecture,
-    model: Any,
-    tokenizer: Any,
-    factory: CacheFactory,
-    progress: Progress,
-) -> Calibration:
-    wanted = Wanted(
-        setting=spec.kv.calibration,
-        fingerprint=spec.fingerprint,
-        folder=Path(spec.profiles) if spec.profiles else None,
-        strict=spec.kv.strict,
-        head_dims={layer.index: layer.head_dim_k for layer in architecture.layers},
-    )
-    return calibrated(
-        model,
-        tokenizer,
-        factory,
-        wanted,
-        lambda share: progress("measuring the keys (once per model)", 0.85 + 0.15 * share),
-    )
-
-
-def _kv_report(
-    spec: wire.WorkerSpec,
-    resolved: ResolvedPolicy,
-    factory: CacheFactory,
-    cost: build.BytesPerToken,
-    calibration: Calibration,
-) -> wire.KvReport:
-    built = {slot.plan.index: slot.plan for slot in factory.slots}
-    plans = tuple(built.get(plan.index, plan) for plan in resolved.layers)
-    final = ResolvedPolicy(layers=plans, warnings=resolved.warnings, summary=summarize(plans))
-    return wire.KvReport(
-        policy=spec.kv.policy,
-        summary=final.summary,
-        layers=tuple(
-            wire.LayerReport(
-                first=group.first,
-                last=group.last,
-                kind=group.kind,
-                requested=group.requested,
-                effective=group.effective,
-                reason=group.reason,
-            )
-            for group in final.groups()
-        ),
-        effective=dict(final.effective_counts),
-        warnings=(*final.warnings, *([calibration.problem] if calibration.problem else [])),
-        calibration=calibration.source,
-        sink_tokens=spec.kv.sink_tokens,
-        tail_tokens=spec.kv.tail_tokens,
-        backend=attention.backend() if factory.any_packed else "mlx",
-        bytes_per_token=cost.effective,
-        bytes_per_token_fp16=cost.fp16,
-    )
 
 
 def _refuse_fallbacks(resolved: ResolvedPolicy, factory: CacheFactory) -> None:

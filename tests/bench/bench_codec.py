@@ -13,7 +13,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from daemon.cache.row import Row
-from daemon.kernels import attention, codec, packing
+from daemon.kernels import codec, packing, reference
 from daemon.policy.schemes import SCHEMES
 
 NAMES = (
@@ -57,7 +57,7 @@ def main() -> None:
         figures = (
             least_ms(
                 lambda stored=stored: [
-                    attention.attend(query, stored, arguments.dim**-0.5, None, None)
+                    reference.attend(query, stored, arguments.dim**-0.5, None, None)
                 ],
                 arguments.runs,
             ),

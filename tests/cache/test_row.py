@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from daemon.cache.row import Row
-from daemon.kernels import attention, codec
+from daemon.kernels import codec, reference
 from daemon.kernels.keys import KeyTransform
 from daemon.policy.schemes import FP16, SCHEMES, Scheme, parse_scheme
 
@@ -74,7 +74,7 @@ def test_attention_equals_plain_attention_over_reconstructed_vectors(
     stored = row.stored()
     q = mx.random.normal((6, queries, DIM_K), key=mx.random.key(9))
 
-    got = attention.attend(q, stored, DIM_K**-0.5, None, None)
+    got = reference.attend(q, stored, DIM_K**-0.5, None, None)
 
     packed = range(stored.packed_from, stored.packed_to)
     expected = plain_attention(q, keys, values, packed=packed, scheme=parse_scheme(scheme))
@@ -193,7 +193,7 @@ def test_trim_leaves_a_row_that_goes_on_exactly(seed: int, trims: list[int]) -> 
     kept.append(at)
     q = mx.random.normal((HEADS, 1, DIM_K), key=mx.random.key(seed))
 
-    got = attention.attend(q, row.stored(), DIM_K**-0.5, None, None)
+    got = reference.attend(q, row.stored(), DIM_K**-0.5, None, None)
 
     index = mx.array(kept)
     expected = plain_attention(
@@ -221,7 +221,7 @@ def test_a_copy_is_independent(scheme: str) -> None:
     row = filled(scheme, 100)
     other = copy.deepcopy(row)
     q = mx.random.normal((HEADS, 1, DIM_K), key=mx.random.key(1))
-    before = attention.attend(q, row.stored(), 1.0, None, None)
+    before = reference.attend(q, row.stored(), 1.0, None, None)
 
     for fork, seed in ((other, 11), (row.copy(), 12)):
         keys, values = tokens(80, seed=seed)
@@ -230,7 +230,7 @@ def test_a_copy_is_independent(scheme: str) -> None:
     mx.eval(other.arrays)
 
     assert row.length == 100
-    assert mx.array_equal(attention.attend(q, row.stored(), 1.0, None, None), before)
+    assert mx.array_equal(reference.attend(q, row.stored(), 1.0, None, None), before)
 
 
 @pytest.mark.parametrize("scheme", PACKED)
@@ -261,16 +261,16 @@ def test_output_has_the_queries_dtype(dtype: mx.Dtype) -> None:
     for length in (1, 12):
         q = mx.random.normal((HEADS, length, DIM_K)).astype(dtype)
 
-        assert attention.attend(q, row.stored(), 1.0, None, None).dtype == dtype
+        assert reference.attend(q, row.stored(), 1.0, None, None).dtype == dtype
 
 
 def test_learned_sinks_take_their_share_of_the_weights() -> None:
     row = filled("turbo8v8", 100)
     q = mx.random.normal((HEADS, 1, DIM_K), key=mx.random.key(2))
-    without = attention.attend(q, row.stored(), 0.0, None, None)
+    without = reference.attend(q, row.stored(), 0.0, None, None)
 
     # with all scores 0, a sink of logit log(100) takes half of all weights
-    with_sinks = attention.attend(
+    with_sinks = reference.attend(
         q, row.stored(), 0.0, None, mx.full((HEADS,), float(np.log(100.0)))
     )
 
@@ -284,8 +284,8 @@ def test_a_mask_hides_tokens_wherever_they_are_stored(length: int) -> None:
     seen = mx.arange(120)[None] == 50  # one packed token
     mask = mx.broadcast_to(seen, (length, 120))
 
-    boolean = attention.attend(q, row.stored(), 1.0, mask, None)
-    additive = attention.attend(q, row.stored(), 1.0, mx.where(mask, 0.0, -1e9), None)
+    boolean = reference.attend(q, row.stored(), 1.0, mask, None)
+    additive = reference.attend(q, row.stored(), 1.0, mx.where(mask, 0.0, -1e9), None)
 
     value = codec.reconstruct(
         *codec.encode(tokens(120)[1][:, 50:51], parse_scheme("turbo4v4").v, "v"),
@@ -299,3 +299,59 @@ def test_a_mask_hides_tokens_wherever_they_are_stored(length: int) -> None:
 def test_an_empty_row_cannot_be_attended_to() -> None:
     with pytest.raises(ValueError, match="empty row"):
         Row(parse_scheme("int8"), sink_tokens=4, tail_tokens=32).stored()
+
+
+def exact_prompt_row() -> Row:
+    return Row(parse_scheme("turbo3v3"), sink_tokens=4, tail_tokens=32, exact_prompt=256)
+
+
+def test_a_short_prompt_is_attended_to_exactly_until_it_is_decoded() -> None:
+    keys, values = tokens(202)
+    row, exact = exact_prompt_row(), Row(SCHEMES["fp16"], sink_tokens=0, tail_tokens=0)
+    queries = mx.random.normal((2 * HEADS, 100, DIM_K), key=mx.random.key(7))
+    for start in (0, 100):
+        for each in (row, exact):
+            each.append(keys[:, start : start + 100], values[:, start : start + 100])
+        assert row.packed_tokens == 0
+        got, expected = (
+            reference.attend(queries, each.stored(), 0.2, None, None) for each in (row, exact)
+        )
+        assert mx.array_equal(got, expected)
+
+    for at in (200, 201):
+        row.append(keys[:, at : at + 1], values[:, at : at + 1])
+
+    assert row.packed_tokens == 160
+
+
+def test_a_prompt_that_is_too_long_is_packed_while_it_is_read() -> None:
+    keys, values = tokens(400)
+    row = exact_prompt_row()
+    for start in range(0, 400, 100):
+        row.append(keys[:, start : start + 100], values[:, start : start + 100])
+
+    assert row.packed_tokens == 160
+
+
+def test_when_a_prompt_is_packed_does_not_change_what_it_is_packed_to() -> None:
+    keys, values = tokens(201)
+    rows = [exact_prompt_row(), Row(parse_scheme("turbo3v3"), sink_tokens=4, tail_tokens=32)]
+    for row in rows:
+        for start, end in ((0, 100), (100, 200), (200, 201)):
+            row.append(keys[:, start:end], values[:, start:end])
+        row.pack()
+
+    first, second = (row.stored().tiles_in_use() for row in rows)
+
+    assert mx.array_equal(first, second)
+
+
+def test_an_exact_prompt_and_a_token_budget_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="packs its prompt"):
+        Row(
+            SCHEMES["int8"],
+            sink_tokens=4,
+            tail_tokens=32,
+            exact_prompt=256,
+            token_budget=256,
+        )

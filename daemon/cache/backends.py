@@ -1,0 +1,68 @@
+"""Which kernels attend in each layer of a model: decided at load, from what the layers really ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from daemon.cache.build import EXACT, CacheFactory, parts
+from daemon.cache.latent import LatentCache
+from daemon.cache.sequence import SequenceCache
+from daemon.kernels import reference
+from daemon.kernels.attention import Attention, Choice
+from daemon.kernels.case import Case
+from daemon.kernels.stored import Stored
+
+MLX = Choice("mlx")
+_LATENT = Choice("reference", "there are no kernels for packed latents")
+
+
+class _Watch:
+    """Attends by the reference, and remembers the last case that was asked for."""
+
+    case: Case | None = None
+
+    def attend(
+        self,
+        queries: mx.array,
+        stored: Stored,
+        scale: float,
+        mask: mx.array | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        self.case = Case.of(queries, stored, mask, sinks)
+        return reference.attend(queries, stored, scale, mask, sinks)
+
+
+def choices(model: Any, factory: CacheFactory, attention: Attention) -> tuple[Choice, ...]:
+    """Return what runs one sequence's decode step in each slot of *factory*; kernels prove themselves on the way.
+
+    Where nothing is packed, MLX's own attention does. Only the model's graph is built, nothing of it is computed.
+    """
+    caches = factory()
+    watches = [_Watch() for _ in caches]
+    for cache, watch in zip(caches, watches, strict=True):
+        for part in parts([cache]):
+            if isinstance(part, SequenceCache):
+                part.row.attention = watch
+    token = mx.zeros((1, 1), dtype=mx.int32)
+    for _ in range(2):
+        model(token, cache=caches)
+    return tuple(
+        _choice(list(parts([cache])), watch.case, attention)
+        for cache, watch in zip(caches, watches, strict=True)
+    )
+
+
+def _choice(caches: Sequence[Any], case: Case | None, attention: Attention) -> Choice:
+    packed = [
+        cache for cache in caches if isinstance(cache, SequenceCache) and cache.row.scheme != EXACT
+    ]
+    if not packed:
+        return MLX
+    if isinstance(packed[0], LatentCache):
+        return _LATENT
+    assert case is not None, "a cache that nothing attends to"
+    return attention.choice(case)

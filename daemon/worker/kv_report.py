@@ -1,0 +1,75 @@
+"""What a loaded model tells about its KV caches: schemes, backends, reasons, bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+
+from daemon.cache.backends import MLX
+from daemon.cache.build import BytesPerToken, CacheFactory
+from daemon.config import wire
+from daemon.kernels.attention import Choice
+from daemon.policy.resolve import LayerGroup, ResolvedPolicy, summarize
+from daemon.policy.spec import KvRequest
+from daemon.worker.calibration import Calibration
+
+
+def kv_report(
+    asked: KvRequest,
+    resolved: ResolvedPolicy,
+    factory: CacheFactory,
+    chosen: Sequence[Choice],
+    cost: BytesPerToken,
+    calibration: Calibration,
+) -> wire.KvReport:
+    """Return the effective policy, layer by layer; *chosen* is what attends in each slot of *factory*."""
+    built = {slot.plan.index: slot.plan for slot in factory.slots}
+    plans = tuple(built.get(plan.index, plan) for plan in resolved.layers)
+    final = ResolvedPolicy(layers=plans, warnings=resolved.warnings, summary=summarize(plans))
+    by_layer = {slot.plan.index: choice for slot, choice in zip(factory.slots, chosen, strict=True)}
+    problems = [calibration.problem] if calibration.problem else []
+    return wire.KvReport(
+        policy=asked.policy,
+        summary=final.summary,
+        layers=tuple(
+            report for group in final.groups() for report in _layer_reports(group, by_layer)
+        ),
+        effective=dict(final.effective_counts),
+        warnings=(*final.warnings, *problems, *_failures(chosen)),
+        calibration=calibration.source,
+        sink_tokens=asked.sink_tokens,
+        tail_tokens=asked.tail_tokens,
+        backend=_backend(chosen),
+        bytes_per_token=cost.effective,
+        bytes_per_token_fp16=cost.fp16,
+    )
+
+
+def _layer_reports(group: LayerGroup, chosen: Mapping[int, Choice]) -> Iterator[wire.LayerReport]:
+    """Yield what *group* is, in runs of layers that the same backend attends to."""
+    layers = range(group.first, group.last + 1)
+    for choice, run in groupby(layers, key=lambda layer: chosen.get(layer, MLX)):
+        members = list(run)
+        yield wire.LayerReport(
+            first=members[0],
+            last=members[-1],
+            kind=group.kind,
+            requested=group.requested,
+            effective=group.effective,
+            reason=group.reason,
+            backend=choice.backend,
+            backend_reason=choice.reason,
+        )
+
+
+def _backend(chosen: Sequence[Choice]) -> str:
+    """Return the backends of packed layers, the most frequent first."""
+    counts = Counter(choice.backend for choice in chosen if choice.backend != MLX.backend)
+    return ", ".join(name for name, _ in counts.most_common()) or MLX.backend
+
+
+def _failures(chosen: Sequence[Choice]) -> list[str]:
+    """Return one warning for each way in which kernels failed."""
+    reasons = dict.fromkeys(choice.reason for choice in chosen if choice.failed)
+    return [f"{reason}; the reference runs instead, which is slower" for reason in reasons]

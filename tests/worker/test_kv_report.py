@@ -1,0 +1,84 @@
+"""What runs attention in a loaded model: chosen by layer, reported with its reason, warned about once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from daemon.kernels.attention import Attention
+from daemon.policy.spec import LayerRule
+from daemon.worker import model as worker_model
+from daemon.worker.model import LoadedModel
+from tests.kernels.fake_kernels import FakeKernels, not_compiled
+from tests.worker.specs import worker_spec
+from tests.worker.tiny_model import write_tiny_model
+
+
+def load(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kernels: FakeKernels, **kv: object
+) -> LoadedModel:
+    monkeypatch.setattr(worker_model, "on_this_device", lambda: Attention("cuda", kernels))
+    spec = worker_spec()
+    changed = {
+        "model_path": str(write_tiny_model(folder, num_hidden_layers=4)),
+        "kv": spec.kv.model_copy(update={"calibration": "none", **kv}),
+    }
+    return worker_model.load(spec.model_copy(update=changed), lambda *_: None)
+
+
+def decoded(loaded: LoadedModel) -> mx.array:
+    """Return the logits of one token after 80 others."""
+    cache = loaded.model.make_cache()
+    loaded.model((mx.arange(80) % 300)[None], cache=cache)
+    logits: mx.array = loaded.model(mx.array([[7]]), cache=cache)
+    return logits
+
+
+def test_proven_kernels_attend_and_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = FakeKernels()
+    loaded = load(tmp_path / "m", monkeypatch, kernels)
+
+    assert loaded.kv_report.backend == "cuda"
+    (group,) = loaded.kv_report.layers
+    assert (group.backend, group.backend_reason) == ("cuda", None)
+    proven = len(kernels.calls)
+    assert proven == 1  # four layers alike
+    decoded(loaded)
+    assert len(kernels.calls) == proven + 4
+
+
+def test_kernels_that_do_not_compile_give_one_warning_and_the_same_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = load(tmp_path / "a", monkeypatch, FakeKernels(not_compiled))
+    fine = load(tmp_path / "b", monkeypatch, FakeKernels())
+
+    report = broken.kv_report
+    assert report.backend == "reference"
+    (group,) = report.layers
+    assert (group.effective, group.backend) == ("turbo8v4", "reference")
+    assert group.backend_reason is not None
+    assert "nvrtc: error" in group.backend_reason
+    (warning,) = [text for text in report.warnings if "kernels" in text]
+    assert warning == f"{group.backend_reason}; the reference runs instead, which is slower"
+    assert mx.array_equal(decoded(broken), decoded(fine))
+
+
+def test_layers_are_told_apart_by_what_attends_to_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels = FakeKernels(refuse=lambda case: "no 2-bit values" if case.v.bits == 2 else None)
+    rules = (LayerRule(match="1-1", mode="turbo8v2"), LayerRule(match="3-3", mode="fp16"))
+    loaded = load(tmp_path / "m", monkeypatch, kernels, layers=rules)
+
+    report = loaded.kv_report
+    assert [(group.first, group.last, group.backend) for group in report.layers] == [
+        (0, 0, "cuda"), (1, 1, "reference"), (2, 2, "cuda"), (3, 3, "mlx"),
+    ]  # fmt: skip
+    assert report.layers[1].backend_reason == "no 2-bit values"
+    assert report.backend == "cuda, reference"
+    assert not [text for text in report.warnings if "kernels" in text]
