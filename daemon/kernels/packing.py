@@ -94,12 +94,15 @@ def native_layout(k: Codec, v: Codec, dim_k: int, dim_v: int) -> TileLayout:
     Raises:
         ValueError: a codec cannot store vectors of that length.
     """
-    order = orders.native(k, v, dim_k, dim_v) if _on_cuda() else orders.CANONICAL
+    order = orders.native(k, v, dim_k, dim_v) if on_hopper() else orders.CANONICAL
     return TileLayout(k, v, dim_k, dim_v, order)
 
 
-def _on_cuda() -> bool:
-    return bool(mx.cuda.is_available()) and mx.default_device() != mx.Device(mx.cpu)
+def on_hopper() -> bool:
+    """Return whether MLX's default device is a GPU of the generation that our tensor-core kernel is written for."""
+    if not mx.cuda.is_available() or mx.default_device() == mx.Device(mx.cpu):
+        return False
+    return mx.device_info().get("compute_capability_major") == 9
 
 
 @dataclass(frozen=True, slots=True)
