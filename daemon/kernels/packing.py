@@ -88,8 +88,9 @@ def _code_words(codec: Codec, dim: int) -> int:
     return 0 if codec == FP16 else int(codec.bits * dim)
 
 
+@cache
 def native_layout(k: Codec, v: Codec, dim_k: int, dim_v: int) -> TileLayout:
-    """Return the layout in which MLX's default device reads tiles best.
+    """Return the layout in which MLX's default device reads tiles best: the same object for the same arguments.
 
     Raises:
         ValueError: a codec cannot store vectors of that length.

@@ -20,6 +20,7 @@ constexpr float QUERY_MAX = 32512.f, WEIGHT_MAX = 65535.f;
 constexpr float HEADROOM = 3.f;      // bits by which a new reference exceeds the score that asked for it
 constexpr int FLUSH_TILES = 1024;    // before a sum of 127·255·32 a tile exceeds 31 bits
 constexpr float MASKED = -1e38f;     // below LOWEST: its weight is zero whatever the reference
+constexpr int EARLY = 16;            // splits whose sums the merging block asks for at once
 constexpr int TOGETHER = 2;          // tokens in full precision that a warp asks for at once
 
 template <int D, int G, int KB, int VB, bool ROTARY>
@@ -36,7 +37,7 @@ struct Shape {
   static constexpr int EXTREMES = FACTORS + GP * 8;               // (maximum, Σ) a part and head
   static constexpr int LAST = EXTREMES + PARTS * GP * 8;          // whether this block is its head's last
   static constexpr int CONSTANTS = aligned(LAST + 4);
-  static constexpr int MEANS = CONSTANTS + 128;  // (worth, constant) a head
+  static constexpr int MEANS = CONSTANTS + 4 * WARP * 16;  // (worth, constant) a head
   static constexpr int FINAL = aligned(MEANS + GP * 8);
   static constexpr int PLAIN = aligned(FINAL + GP * D * 4);  // outputs of the warps without tiles
   static constexpr int COEFFICIENTS = aligned(PLAIN + PLAIN_WARPS * GP * ROW * 4);
@@ -201,12 +202,15 @@ struct Fragments {
           copy_to_shared(slots + s * S::WORDS * 4, tiles.at(at.row, at.kv, first + s * TILE_WARPS), S::WORDS * 4,
                          barriers + 8 * s);
     }
-    uint4* kept = reinterpret_cast<uint4*>(shared + S::CONSTANTS);
-    if (threadIdx.x == 0) {
-      kept[0] = lookup_words<KB>(), kept[1] = lookup_words<VB>();
-      kept[2] = make_uint4(__float_as_uint(ROUNDING), __float_as_uint(ROUNDING_HIGH), 65536u, 0u);
-      kept[3] = make_uint4(__float_as_uint(ROUNDING + 32896.f), __float_as_uint(ROUNDING_HIGH + 32896.f), 0u, 0u);
-    }
+    // Constants go through shared memory, to each lane its own copy: where the compiler knows that a number is the same
+    // for all, it spends an instruction on every use of it.
+    uint4* kept = reinterpret_cast<uint4*>(shared + S::CONSTANTS) + lane;
+    if (warp == 0) kept[0] = lookup_words<KB>();
+    if (warp == 1) kept[WARP] = lookup_words<VB>();
+    if (warp == 2) kept[2 * WARP] = make_uint4(__float_as_uint(ROUNDING), __float_as_uint(ROUNDING_HIGH), 65536u, 0u);
+    if (warp == 3)
+      kept[3 * WARP] =
+          make_uint4(__float_as_uint(ROUNDING + 32896.f), __float_as_uint(ROUNDING_HIGH + 32896.f), 0u, 0u);
     uint4* table = reinterpret_cast<uint4*>(shared + S::TABLE);
     if (ROTARY && !S::TABLE_IN_REGISTERS)
       for (int i = threadIdx.x; i < MEAN_TABLE_WORDS / 4; i += TILE_WARPS * WARP) table[i] = __ldg(constants.table() + i);
@@ -228,16 +232,16 @@ struct Fragments {
       }
     }
     Lookup k_lookup, v_lookup;
-    const uint4 rounding = kept[2];
+    const uint4 rounding = kept[2 * WARP];
     {
       uint4 v = kept[0];
       k_lookup = {v.x, v.y, v.z, v.w, 0};
-      if (KB != VB) v = kept[1];
+      if (KB != VB) v = kept[WARP];
       v_lookup = {v.x, v.y, v.z, v.w, 0};
     }
     u32* columns = reinterpret_cast<u32*>(shared + S::COLUMNS) + warp * 2 * NT * 8 * COLUMN;
     if constexpr (ROTARY) {
-      bias.round_low = __uint_as_float(kept[3].x), bias.round_high = __uint_as_float(kept[3].y);
+      bias.round_low = __uint_as_float(kept[3 * WARP].x), bias.round_high = __uint_as_float(kept[3 * WARP].y);
       bias.two_to_16 = rounding.z;
       bias.take(reinterpret_cast<const float2*>(shared + S::COEFFICIENTS),
                 reinterpret_cast<const float2*>(shared + S::MEANS), lane);
@@ -259,6 +263,8 @@ struct Fragments {
     const int source = 8 * c + (g >> 1);  // the lane whose weights become this lane's column
     int stage = 0, t = first;
     u32 turn = 0;
+    // found a round ahead: a page number comes from memory
+    const u32* ahead = ring_ahead(at, first, stop, 0);
     for (int it = 0; it < count; ++it, t += TILE_WARPS) {
       barrier_wait(barriers + 8 * stage, turn);
       const u32* tile = reinterpret_cast<const u32*>(ring + stage * S::WORDS * 4);
@@ -374,8 +380,8 @@ struct Fragments {
       }
       __syncwarp();
       if (lane == 0 && it + S::STAGES < count)
-        copy_to_shared(slots + stage * S::WORDS * 4, tiles.at(at.row, at.kv, t + S::STAGES * TILE_WARPS), S::WORDS * 4,
-                       barriers + 8 * stage);
+        copy_to_shared(slots + stage * S::WORDS * 4, ahead, S::WORDS * 4, barriers + 8 * stage);
+      ahead = ring_ahead(at, t, stop, 1);
       if (++stage == S::STAGES) stage = 0, turn ^= 1;
     }
 
@@ -398,6 +404,12 @@ struct Fragments {
       }
       if (g == 0) part(shared, warp)[n * 4 + c] = make_float2(top[n], sum);
     }
+  }
+
+  // Where the tile is that takes the place in the ring of the one `rounds` after t.
+  __device__ __forceinline__ const u32* ring_ahead(const Block& at, int t, int stop, int rounds) const {
+    const int next = t + (S::STAGES + rounds) * TILE_WARPS;
+    return tiles.at(at.row, at.kv, min(next, stop - 1));
   }
 
   static __device__ __forceinline__ void read_scales(const u32* words, int g, float (&scale)[4]) {
@@ -480,29 +492,36 @@ struct Fragments {
     return logits ? to_float(logits[at.kv * G + h]) * LOG2E : LOWEST;
   }
 
+  static __device__ __forceinline__ void add(float4& to, float factor, float4 x) {
+    to.x += factor * x.x, to.y += factor * x.y, to.z += factor * x.z, to.w += factor * x.w;
+  }
+
   // Merges the warps' outputs: into the final place where there is one split, else into this split's. Returns whether
   // that was all.
   __device__ __forceinline__ bool merge_parts(const Block& at, unsigned char* shared) const {
-    float* final = reinterpret_cast<float*>(shared + S::FINAL);
     const bool alone = at.splits == 1;
-    for (int i = threadIdx.x; i < G * D; i += THREADS) {
-      const int h = i / D, d = i % D;
-      float above = alone ? sink(at, h) : LOWEST, sum = 0.f, total = 0.f;
+    for (int i = threadIdx.x; i < G * D / 4; i += THREADS) {
+      const int h = i / (D / 4), d = i % (D / 4) * 4;
+      float above = alone ? sink(at, h) : LOWEST, total = 0.f;
 #pragma unroll
       for (int w = 0; w < PARTS; ++w) above = fmaxf(above, part(shared, w)[h].x);
+      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
       for (int w = 0; w < PARTS; ++w) {
         const float2 x = part(shared, w)[h];
         const float f = exp2_fast(x.x - above);
-        sum += f * outputs(shared, w)[h * S::ROW + d];
+        add(sum, f, *reinterpret_cast<const float4*>(outputs(shared, w) + h * S::ROW + d));
         total += f * x.y;
       }
       if (alone) {
         if (logits) total += exp2_fast(sink(at, h) - above);
-        final[h * D + d] = sum / total;
+        const float f = 1.f / total;
+        *reinterpret_cast<float4*>(shared + S::FINAL + (h * D + d) * 4) =
+            make_float4(f * sum.x, f * sum.y, f * sum.z, f * sum.w);
       } else {
-        sums[(head_of(at, h) * at.splits + at.split) * D + d] = sum;
-        if (d == 0) extremes[head_of(at, h) * at.splits + at.split] = make_float2(above, total);
+        const long long to = head_of(at, h) * at.splits + at.split;
+        *reinterpret_cast<float4*>(sums + to * D + d) = sum;
+        if (d == 0) extremes[to] = make_float2(above, total);
       }
     }
     return alone;
@@ -523,15 +542,12 @@ struct Fragments {
   __device__ __forceinline__ void merge_splits(const Block& at, unsigned char* shared) const {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     float* fades = reinterpret_cast<float*>(shared + S::RING);  // (G, splits)
-    float* final = reinterpret_cast<float*>(shared + S::FINAL);
     // asked for before the maxima are known: one trip to memory instead of two
-    constexpr int AT_ONCE = 16;
-    const int h0 = threadIdx.x / D, d0 = threadIdx.x % D;
-    const bool mine = threadIdx.x < G * D;
-    float early[AT_ONCE];
+    const int h0 = threadIdx.x / (D / 4), d0 = threadIdx.x % (D / 4) * 4;
+    float4 early[EARLY];
 #pragma unroll
-    for (int s = 0; s < AT_ONCE; ++s)
-      early[s] = mine && s < at.splits ? __ldcg(sums + (head_of(at, h0) * at.splits + s) * D + d0) : 0.f;
+    for (int s = 0; s < EARLY; ++s)
+      early[s] = threadIdx.x < G * D / 4 && s < at.splits ? split_sums(at, h0, s, d0) : make_float4(0.f, 0.f, 0.f, 0.f);
     for (int h = warp; h < G; h += PARTS) {
       const float2* of_head = extremes + head_of(at, h) * at.splits;
       float above = sink(at, h), total = 0.f;
@@ -545,24 +561,27 @@ struct Fragments {
       }
       total = warp_sum(total);
       if (logits) total += exp2_fast(sink(at, h) - above);
-      __syncwarp();
       for (int s = lane; s < at.splits; s += WARP) fades[h * at.splits + s] /= total;
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < G * D; i += THREADS) {
-      const int h = i / D, d = i % D;
-      float x = 0.f;
+    for (int i = threadIdx.x; i < G * D / 4; i += THREADS) {
+      const int h = i / (D / 4), d = i % (D / 4) * 4;
+      float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
       int s = 0;
       if (i == threadIdx.x) {
 #pragma unroll
-        for (int u = 0; u < AT_ONCE; ++u) x += u < at.splits ? fades[h * at.splits + u] * early[u] : 0.f;
-        s = AT_ONCE;
+        for (int u = 0; u < EARLY; ++u)
+          if (u < at.splits) add(x, fades[h * at.splits + u], early[u]);
+        s = EARLY;
       }
 #pragma unroll 8
-      for (; s < at.splits; ++s)
-        x += fades[h * at.splits + s] * __ldcg(sums + (head_of(at, h) * at.splits + s) * D + d);
-      final[h * D + d] = x;
+      for (; s < at.splits; ++s) add(x, fades[h * at.splits + s], split_sums(at, h, s, d));
+      *reinterpret_cast<float4*>(shared + S::FINAL + (h * D + d) * 4) = x;
     }
+  }
+
+  __device__ __forceinline__ float4 split_sums(const Block& at, int h, int split, int d) const {
+    return __ldcg(reinterpret_cast<const float4*>(sums + (head_of(at, h) * at.splits + split) * D + d));
   }
 
   // Out of the stored basis, and into the caller's dtype.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from itertools import cycle
 from typing import Any
@@ -32,17 +32,16 @@ def attend(
 ) -> mx.array:
     """Attend from *queries* to everything *stored*, some of it packed; the contract is reference.attend's."""
     n_heads, length, _ = queries.shape
-    grouped = n_heads // stored.n_kv_heads
+    n_kv, begin, end = stored.n_kv_heads, stored.packed_from, stored.packed_to
     raw = Raw.of(stored, queries.dtype)
-    spans = spans_of(((stored.length, stored.packed_from, stored.packed_to, stored.dropped),))
-    tiles = _tiles(stored)
-    if raw.kind == (queries.dtype, queries.dtype) and plan.is_fast(
-        stored.layout, grouped, length, masked=mask is not None
-    ):
-        layer = layer_of(stored.layout, stored.n_kv_heads, stored.keys)
+    spans = spans_of(((stored.length, begin, end, stored.dropped),))
+    tiles = stored.tiles
+    assert tiles is not None
+    fits = plan.is_fast(stored.layout, n_heads // n_kv, length, masked=mask is not None)
+    if fits and raw.k_head.dtype == raw.v_head.dtype == queries.dtype:
+        layer = layer_of(stored.layout, n_kv, stored.keys)
         if layer is not None:
-            count = -(-stored.packed_to // TILE) - stored.packed_from // TILE
-            splits = plan.fast_splits(1, stored.n_kv_heads, count)
+            splits = plan.fast_splits(1, n_kv, -(-end // TILE) - begin // TILE)
             return fast(queries, tiles, spans, raw, layer, scale, splits, sinks=sinks)
     return scan(queries, tiles, spans, raw, stored, scale, mask, sinks)
 
@@ -59,40 +58,65 @@ class Raw:
     @classmethod
     def of(cls, stored: Stored, dtype: mx.Dtype) -> Raw:
         """Return those of *stored*; something of *dtype* stands where there is none, and is not read."""
-        parts = (stored.k.head, stored.k.tail, stored.v.head, stored.v.tail)
-        kinds = [part.dtype for part in parts[:2] if part is not None] or [dtype]
-        v_kinds = [part.dtype for part in parts[2:] if part is not None] or [dtype]
-        spare = (kinds[0], kinds[0], v_kinds[0], v_kinds[0])
-        return cls(
-            *(
-                _nothing(kind) if part is None else part
-                for part, kind in zip(parts, spare, strict=True)
-            )
-        )
+        k, v = stored.k, stored.v
+        return cls(*_both(k.head, k.tail, dtype), *_both(v.head, v.tail, dtype))
 
-    @property
-    def kind(self) -> tuple[mx.Dtype, mx.Dtype]:
-        """The dtypes of keys and of values."""
-        return self.k_head.dtype, self.v_head.dtype
+
+def _both(
+    head: mx.array | None, tail: mx.array | None, dtype: mx.Dtype
+) -> tuple[mx.array, mx.array]:
+    """Return *head* and *tail*, with something of the same dtype in the place of what there is not."""
+    if head is not None and tail is not None:
+        return head, tail
+    some = head if head is not None else tail
+    nothing = _nothing(dtype if some is None else some.dtype)
+    return nothing if head is None else head, nothing if tail is None else tail
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What one layer's fast kernel needs to know, apart from tokens: its variant, and its constants on the device.
+    """What one layer's fast kernel needs to know, apart from tokens: its layout, and its constants on the device.
 
     *constants*: signs times key scales (KV heads, D), signs of values (D,), means (KV heads, D), and the
-    words of the rotary embedding (angles.constants), float32 one after the other.
+    words of the rotary embedding (angles.constants), float32 one after the other. Pair j of channels that
+    rotate together is (j·step, j·step + gap).
     """
 
     constants: mx.array
+    layout: TileLayout
     n_kv_heads: int
-    dim: int
-    k: Codec
-    v: Codec
     has_mean: bool = False
     n_pairs: int = 0
     step: int = 1
     gap: int = 0
+    variants: dict[tuple[int, mx.Dtype, float], Variant] = field(default_factory=dict)
+
+    def variant(self, grouped: int, dtype: mx.Dtype, scale: float) -> Variant:
+        """Return the variant of the kernel for *grouped* query heads a KV head; made when first asked for."""
+        key = (grouped, dtype, scale)
+        if key not in self.variants:
+            self.variants[key] = self._variant(grouped, dtype, scale)
+        return self.variants[key]
+
+    def _variant(self, grouped: int, dtype: mx.Dtype, scale: float) -> Variant:
+        k, v, dim = self.layout.k, self.layout.v, self.layout.dim_k
+        shape = FastShape(dim, grouped, int(k.bits), int(v.bits), self.n_pairs > 0)
+        template = [
+            ("DIM", dim), ("GROUPED", grouped), ("K_BITS", shape.k_bits), ("V_BITS", shape.v_bits),
+            ("ROTARY", shape.rotary), ("HAS_MEAN", self.has_mean), ("N_PAIRS", self.n_pairs),
+            ("PAIR_STEP", self.step), ("PAIR_GAP", self.gap), ("SCALE", _bits(scale)),
+            ("K_STEP", _bits(_step(k, dim))), ("V_STEP", _bits(_step(v, dim))),
+            ("SHARED", shape.shared_bytes), ("T", dtype),
+        ]  # fmt: skip
+        return Variant(template, shape.shared_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Template arguments and shared memory of one variant of the fast kernel."""
+
+    template: list[tuple[str, Any]]
+    shared_bytes: int
 
 
 def fast(
@@ -124,11 +148,12 @@ def fast(
         an array like *queries*.
     """
     rows = queries.shape[0] if queries.ndim == 4 else 1
-    n_heads = queries.shape[-3]
-    key = (layer.k, layer.v, layer.dim, n_heads // layer.n_kv_heads, layer.has_mean,
-           layer.n_pairs, layer.step, layer.gap, queries.dtype, scale)  # fmt: skip
-    template, shared = _fast_template(*key)
-    kernel = sources.fast_kernel(shared, paged=pages is not None, sinks=sinks is not None)
+    n_heads, dim = queries.shape[-3], queries.shape[-1]
+    dtype = queries.dtype
+    variant = layer.variant(n_heads // layer.n_kv_heads, dtype, scale)
+    kernel = sources.fast_kernel(
+        variant.shared_bytes, paged=pages is not None, sinks=sinks is not None
+    )
     inputs = [
         queries, tiles, spans, raw.k_head, raw.k_tail, raw.v_head, raw.v_tail, layer.constants,
         next(_counter_sets()),
@@ -136,40 +161,17 @@ def fast(
     if pages is not None:
         inputs.append(pages)
     if sinks is not None:
-        inputs.append(sinks if sinks.dtype == queries.dtype else sinks.astype(queries.dtype))
-    partial = rows * n_heads * splits * (layer.dim + 2) if splits > 1 else _SPAN_WORDS
+        inputs.append(sinks if sinks.dtype == dtype else sinks.astype(dtype))
+    partial = rows * n_heads * splits * (dim + 2) if splits > 1 else _SPAN_WORDS
     out: mx.array = kernel(
         inputs=inputs,
-        template=template,
+        template=variant.template,
         grid=(splits * plan.THREADS, layer.n_kv_heads, rows),
         threadgroup=(plan.THREADS, 1, 1),
         output_shapes=[queries.shape, (partial,)],
-        output_dtypes=[queries.dtype, mx.float32],
+        output_dtypes=[dtype, mx.float32],
     )[0]
     return out
-
-
-@lru_cache(maxsize=256)
-def _fast_template(
-    k: Codec,
-    v: Codec,
-    dim: int,
-    grouped: int,
-    has_mean: bool,
-    n_pairs: int,
-    step: int,
-    gap: int,
-    dtype: mx.Dtype,
-    scale: float,
-) -> tuple[list[tuple[str, Any]], int]:
-    shape = FastShape(dim, grouped, int(k.bits), int(v.bits), n_pairs > 0)
-    shared = shape.shared_bytes
-    return [
-        ("DIM", dim), ("GROUPED", grouped), ("K_BITS", shape.k_bits), ("V_BITS", shape.v_bits),
-        ("ROTARY", shape.rotary), ("HAS_MEAN", has_mean), ("N_PAIRS", n_pairs), ("PAIR_STEP", step),
-        ("PAIR_GAP", gap), ("SCALE", _bits(scale)), ("K_STEP", _bits(_step(k, dim))),
-        ("V_STEP", _bits(_step(v, dim))), ("SHARED", shared), ("T", dtype),
-    ], shared  # fmt: skip
 
 
 def scan(
@@ -208,8 +210,8 @@ def scan(
             ("DIM_K", layout.dim_k), ("DIM_V", layout.dim_v), ("K_BITS", int(layout.k.bits)),
             ("V_BITS", int(layout.v.bits)), ("ORDER", layout.order), ("GROUPED", grouped),
             ("QUERIES", length), ("N_PAIRS", mean.n_pairs), ("N_PLAIN", mean.n_plain),
-            ("SCALE", _bits(scale)), ("SHARED", shared), ("Q", queries.dtype), ("K", raw.kind[0]),
-            ("V", raw.kind[1]),
+            ("SCALE", _bits(scale)), ("SHARED", shared), ("Q", queries.dtype),
+            ("K", raw.k_head.dtype), ("V", raw.v_head.dtype),
         ],
         grid=(splits * blocks * plan.SCAN_THREADS, n_kv, 1),
         threadgroup=(plan.SCAN_THREADS, 1, 1),
@@ -250,25 +252,24 @@ def on_device(numbers: np.ndarray[Any, Any]) -> mx.array:
     return array + mx.zeros_like(array)
 
 
-_LAYERS: WeakKeyDictionary[KeyTransform, dict[tuple[TileLayout, int], Layer | None]] = (
-    WeakKeyDictionary()
-)
+# By identity: hashing a layout at every call would cost more than the rest of it.
+_LAYERS: WeakKeyDictionary[KeyTransform, tuple[TileLayout, int, Layer | None]] = WeakKeyDictionary()
+_PLAIN_LAYERS: dict[tuple[int, int], Layer] = {}
 
 
 def layer_of(layout: TileLayout, n_kv_heads: int, keys: KeyTransform | None) -> Layer | None:
     """Return what the fast kernel needs of a layer; None: its rotary embedding is not one that it can do."""
     if keys is None:
-        return _plain_layer(layout, n_kv_heads)
-    known = _LAYERS.setdefault(keys, {})
-    if (layout, n_kv_heads) not in known:
-        known[layout, n_kv_heads] = _layer(layout, n_kv_heads, keys)
-    return known[layout, n_kv_heads]
-
-
-@cache
-def _plain_layer(layout: TileLayout, n_kv_heads: int) -> Layer:
-    layer = _layer(layout, n_kv_heads, None)
-    assert layer is not None
+        known = _PLAIN_LAYERS.get((id(layout), n_kv_heads))
+        if known is None:  # the layer keeps the layout, so the id stays its own
+            known = _layer(layout, n_kv_heads, None)
+            assert known is not None
+            _PLAIN_LAYERS[id(layout), n_kv_heads] = known
+        return known
+    of, heads, layer = _LAYERS.get(keys, (None, 0, None))
+    if of is not layout or heads != n_kv_heads:
+        layer = _layer(layout, n_kv_heads, keys)
+        _LAYERS[keys] = (layout, n_kv_heads, layer)
     return layer
 
 
@@ -295,10 +296,7 @@ def _layer(layout: TileLayout, n_kv_heads: int, keys: KeyTransform | None) -> La
     constants = constants.view(mx.float32)
     mx.eval(constants)
     has_mean = keys is not None and keys.mean is not None
-    return Layer(
-        constants, n_kv_heads, dim, layout.k, layout.v, has_mean=has_mean,
-        n_pairs=n_pairs, step=step, gap=gap,
-    )  # fmt: skip
+    return Layer(constants, layout, n_kv_heads, has_mean, n_pairs, step, gap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,11 +363,6 @@ def _added(mask: mx.array, queries: int, length: int) -> mx.array:
     mask = mask.astype(mx.float32)
     heads = mask.shape[0] if mask.ndim == 3 else 1
     return mx.contiguous(mx.broadcast_to(mask, (heads, queries, length)))
-
-
-def _tiles(stored: Stored) -> mx.array:
-    assert stored.tiles is not None
-    return stored.tiles
 
 
 @cache

@@ -106,7 +106,7 @@ class FastShape:
         parts = TILE_WARPS + PLAIN_WARPS
         at = _aligned(TILE_WARPS * stages * 8)
         at = _aligned(at + heads * 2 * self.dim + heads * 8 + parts * heads * 8 + 4)
-        at = _aligned(at + 128 + heads * 8)
+        at = _aligned(at + 4 * 32 * 16 + heads * 8)
         at = _aligned(at + heads * self.dim * 4)
         at = _aligned(at + PLAIN_WARPS * heads * (self.dim + 8) * 4)
         at = _aligned(at + heads * 64 * 8 * self.rotary)
