@@ -125,6 +125,10 @@ def _encode_turbo(z: mx.array, bits: float) -> tuple[mx.array, mx.array]:
 
 def _closest(u: mx.array, bits: float) -> tuple[mx.array, mx.array]:
     """Return the codes c with the smallest angle between u and c, and ⟨u, c⟩."""
+    if packing.on_cuda():
+        from daemon.kernels.cuda import rounding  # its package imports this module
+
+        return rounding.closest(u, bits, STRETCHES)
     dim = u.shape[-1]
     quantize, centroids = _quantizer(bits, dim), _centroids(bits, dim)
     codes = overlap = cosine = None

@@ -99,11 +99,14 @@ def native_layout(k: Codec, v: Codec, dim_k: int, dim_v: int) -> TileLayout:
     return TileLayout(k, v, dim_k, dim_v, order)
 
 
+def on_cuda() -> bool:
+    """Return whether MLX's default device is an NVIDIA GPU."""
+    return bool(mx.cuda.is_available()) and mx.default_device() != mx.Device(mx.cpu)
+
+
 def on_hopper() -> bool:
-    """Return whether MLX's default device is a GPU of the generation that our tensor-core kernel is written for."""
-    if not mx.cuda.is_available() or mx.default_device() == mx.Device(mx.cpu):
-        return False
-    return mx.device_info().get("compute_capability_major") == 9
+    """Return whether it is one of the generation that our tensor-core kernel is written for."""
+    return on_cuda() and mx.device_info().get("compute_capability_major") == 9
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,9 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import mlx.core as mx
@@ -38,7 +40,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache  # noqa:
 
 LAYERS, N_KV, DIM, VOCAB = 32, 8, 128, 128256
 SINKS, TAIL = 4, 32
-WARM, STEPS = 6, 64  # two folds of a tile
+WARM, STEPS = 40, 64  # one fold of a tile to compile what it needs, and two
 CASES = ["1x2048", "1x8192", "1x32768", "1x131072", "8x2048", "8x8192", "8x32768", "32x8192"]
 MOST_BYTES = 110e9  # of caches, on a GPU of 141 GB
 
@@ -146,23 +148,22 @@ def measure(model: llama.Model, rows: int, tokens: int, kind: str) -> Result:
         return mx.argmax(model(y[:, None], cache=caches)[:, -1], axis=-1)
 
     y = mx.zeros((rows,), dtype=mx.int32)
-    start = 0.0
-    for index in range(WARM + STEPS):
+    ends = []
+    for _ in range(WARM + STEPS):
         following = step(y)
         mx.async_eval(following)
         mx.eval(y)
         y = following
-        if index == WARM - 1:
-            mx.eval(y)
-            start = time.perf_counter()
-    mx.eval(y)
-    seconds = time.perf_counter() - start
+        ends.append(time.perf_counter())
+    steps = [end - begin for begin, end in pairwise(ends[WARM - 1 :])]
+    seconds = sum(steps)
     result = Result(
         rows, tokens, kind, rows * STEPS / seconds, mx.get_peak_memory() / 1e9, size / 1e9
     )
     print(
         f"{rows} × {tokens:6d} {kind:16s} {result.tokens_per_second:8.1f} tokens/s,"
-        f" {seconds / STEPS * 1e3:6.2f} ms a step, peak {result.peak_gb:.1f} GB, caches {result.cache_gb:.2f} GB",
+        f" a step {seconds / STEPS * 1e3:6.2f} ms (median {median(steps) * 1e3:.2f},"
+        f" most {max(steps) * 1e3:.2f}), peak {result.peak_gb:.1f} GB, caches {result.cache_gb:.2f} GB",
         flush=True,
     )
     return result

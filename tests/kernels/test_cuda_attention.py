@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from daemon.kernels import codec, order, packing, rotation
-from daemon.kernels.cuda import launch, plan
+from daemon.kernels import codebook, codec, order, packing, rotation
+from daemon.kernels.cuda import launch, plan, rounding
 from daemon.kernels.keys import KeyTransform, Rotary
 from daemon.kernels.packing import TILE, Packed, TileLayout
 from daemon.kernels.stored import RawSide, Stored
@@ -328,3 +328,22 @@ def test_numbers_that_are_not_finite_stay_with_their_head() -> None:
     out = wide(launch.attend(spoiled.astype(queries.dtype), stored, 0.1, None, None))
     assert not np.isfinite(out[2]).any()
     assert np.isfinite(np.delete(out, 2, axis=0)).all()
+
+
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+@pytest.mark.parametrize("bits", [2, 3, 3.5, 4, 5])
+def test_vectors_are_rounded_as_the_codec_does_on_a_cpu(bits: float, dim: int) -> None:
+    rng = np.random.default_rng(dim)
+    u = rng.standard_normal((3, 50, dim))
+    u = mx.array((u * dim**0.5 / np.linalg.norm(u, axis=-1, keepdims=True)).astype(np.float32))
+    codes, overlap = rounding.closest(u, bits, codec.STRETCHES)
+    levels = codebook.centroids(bits, dim)
+    taken, wide_u = levels[np.array(codes)], wide(u)
+    along = (taken * wide_u).sum(axis=-1)
+    assert np.allclose(wide(overlap), along, rtol=1e-5)
+    cosine = along**2 / (taken**2).sum(axis=-1)
+    best = np.zeros_like(cosine)
+    for stretch in codec.STRETCHES:
+        near = levels[np.abs(wide_u[..., None] * stretch - levels).argmin(axis=-1)]
+        best = np.maximum(best, (near * wide_u).sum(axis=-1) ** 2 / (near**2).sum(axis=-1))
+    assert np.allclose(cosine, best, rtol=1e-4)

@@ -89,6 +89,13 @@ def merge_text(sinks: bool) -> str:
     )  # fmt: skip
 
 
+def round_text(dim: int, levels: int) -> str:
+    return kernel_text(
+        f"round_{dim}_{levels}", sources.round_text(), ["u", "numbers"],
+        {"codes": "unsigned char", "overlap": "float"}, {}, DIM=dim, LEVELS=levels, STRETCHES=8,
+    )  # fmt: skip
+
+
 VARIANTS = {
     "fast": (
         sources.fast_text(paged=False, sinks=False)[0],
@@ -108,6 +115,7 @@ VARIANTS = {
             merge_text(True),
         ],
     ),
+    "rounding": (sources.round_text()[0], [round_text(80, 16), round_text(128, 11)]),
 }
 
 

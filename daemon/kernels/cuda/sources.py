@@ -71,6 +71,12 @@ MERGE_BODY = """
 tqd::scan_merge<L>(sums, sums + (long long)gridDim.x * SPLITS * 2 * DIM_V, {logits}, HEADS, QUERIES, SPLITS, DIM_V, out);
 """
 
+ROUND_BODY = """
+const long long vectors = u_shape[0], vector = (blockIdx.x * (long long)blockDim.x + threadIdx.x) / tqd::WARP;
+if (vector < vectors)
+  tqd::round_vector<DIM, LEVELS, STRETCHES>(u + vector * DIM, numbers, codes + vector * DIM, overlap + vector);
+"""
+
 _PAGES = "pages, (int)pages_shape[1]"
 _NO_PAGES = "nullptr, 0"
 
@@ -117,6 +123,17 @@ def scan_kernel(shared_bytes: int, *, paged: bool, masked: bool) -> Any:
 def merge_kernel(*, sinks: bool) -> Any:
     """Return the kernel that merges the general one's splits; inputs `sums`, and `logits` where there are any."""
     return _kernel("tqd_merge", ["sums", *["logits"] * sinks], ["out"], merge_text(sinks=sinks), 0)
+
+
+def round_text() -> tuple[str, str]:
+    """Return header and body of the kernel that rounds vectors to codes."""
+    return header(("common", "round")), ROUND_BODY
+
+
+@cache
+def round_kernel() -> Any:
+    """Return the kernel that rounds vectors to codes; inputs `u`, (count, D), and `numbers`."""
+    return _kernel("tqd_round", ["u", "numbers"], ["codes", "overlap"], round_text(), 0)
 
 
 def _kernel(
