@@ -19,12 +19,11 @@ import mlx.core as mx
 
 from daemon.cache import window
 from daemon.cache.side import FullPrecision, RowState, dtype_name
-from daemon.kernels import codec, order, packing
+from daemon.kernels import encoding, order, packing
 from daemon.kernels.attention import REFERENCE
 from daemon.kernels.case import Attend
 from daemon.kernels.keys import KeyTransform
 from daemon.kernels.packing import TILE, Packed, TileLayout
-from daemon.kernels.rotation import Side
 from daemon.kernels.stored import Stored
 from daemon.policy.matching import least_token_budget
 from daemon.policy.schemes import FP16, Scheme
@@ -325,42 +324,26 @@ class Row:
         first_tile = self._packed_to // TILE
         kept = self._packed_to - first_tile * TILE  # tokens of a tile that is not full yet
         unused = self.sink_tokens if self._packed_to == 0 else 0  # slots that belong to sinks
-        old = None
-        if kept:
-            assert self._tiles is not None
-            old = packing.unpack(self._tiles[:, first_tile : first_tile + 1], layout)
-        fresh = Packed(
-            k=self._encoded(self._k, "k", start, end, old.k if old else None, kept, unused),
-            v=self._encoded(self._v, "v", start, end, old.v if old else None, kept, unused),
+        count = end - start
+        tiles = encoding.tiles(
+            None if self._k.codec is FP16 else self._k.take(count),
+            None if self._v.codec is FP16 else self._v.take(count),
+            layout,
+            self.keys,
+            start + self.dropped,
+            unused=unused,
+            old=self._started(first_tile, kept, layout) if kept else None,
         )
-        self._store(packing.pack(fresh, layout), first_tile)
+        self._store(tiles, first_tile)
         self._packed_to = end
 
-    def _encoded(
-        self,
-        side: FullPrecision,
-        name: Side,
-        start: int,
-        end: int,
-        old: tuple[mx.array, mx.array] | None,
-        kept: int,
-        unused: int,
-    ) -> tuple[mx.array, mx.array] | None:
-        """Encode the oldest tail tokens of *side*, those at *start* to *end*, and fill them up to whole tiles."""
-        if side.codec is FP16:
-            return None
-        vectors = side.take(end - start)
-        if name == "k" and self.keys is not None:
-            vectors = self.keys.centered(vectors, start + self.dropped)
-        codes, scales = codec.encode(vectors, side.codec, name)
-        if old is not None:
-            codes = mx.concatenate([old[0][:, :kept], codes], axis=1)
-            scales = mx.concatenate([old[1][:, :kept], scales], axis=1)
-        spare = -(codes.shape[1] + unused) % TILE
-        around = [(0, 0), (unused, spare)]
-        return (
-            mx.pad(codes, [*around, (0, 0)]),
-            mx.pad(scales, around + [(0, 0)] * (scales.ndim - 2)),
+    def _started(self, at: int, kept: int, layout: TileLayout) -> Packed:
+        """Return the *kept* tokens of the tile *at*, unpacked."""
+        assert self._tiles is not None
+        packed = packing.unpack(self._tiles[:, at : at + 1], layout)
+        return Packed(
+            k=None if packed.k is None else (packed.k[0][:, :kept], packed.k[1][:, :kept]),
+            v=None if packed.v is None else (packed.v[0][:, :kept], packed.v[1][:, :kept]),
         )
 
     def _store(self, tiles: mx.array, at: int) -> None:

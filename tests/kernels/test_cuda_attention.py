@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from daemon.kernels import codebook, codec, order, packing, rotation
-from daemon.kernels.cuda import launch, plan, rounding
+from daemon.kernels.cuda import encoding, launch, plan, rounding
 from daemon.kernels.keys import KeyTransform, Rotary
 from daemon.kernels.packing import TILE, Packed, TileLayout
 from daemon.kernels.stored import RawSide, Stored
@@ -347,3 +347,43 @@ def test_vectors_are_rounded_as_the_codec_does_on_a_cpu(bits: float, dim: int) -
         near = levels[np.abs(wide_u[..., None] * stretch - levels).argmin(axis=-1)]
         best = np.maximum(best, (near * wide_u).sum(axis=-1) ** 2 / (near**2).sum(axis=-1))
     assert np.allclose(cosine, best, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mean", ["none", "constant", "rotary", "partial", "interleaved"])
+@pytest.mark.parametrize(
+    ("k", "v", "dim"),
+    [
+        (TURBO4, TURBO4, 128),
+        (INT8, TURBO3, 128),
+        (TURBO5, TURBO2, 64),
+        (TURBO3, INT8, 64),
+        (TURBO2, TURBO4, 128),
+    ],
+)
+def test_tiles_encoded_in_one_node_hold_what_the_codec_makes(
+    k: Codec, v: Codec, dim: int, mean: str
+) -> None:
+    problem = Problem(k=k, v=v, dim_k=dim, dim_v=dim, mean=mean, seed=3)
+    rng = np.random.default_rng(problem.seed)
+    transform = keys_of(problem, rng)
+    layout = TileLayout(k, v, dim, dim, order.FRAGMENTS)
+    vectors = mx.array(rng.standard_normal((2, 2, 157, dim)).astype(np.float32)).astype(mx.bfloat16)
+    for unused, position in ((0, 0), (4, 1000), (40, 12_000)):
+        made = encoding.tiles(vectors[0], vectors[1], layout, transform, position, unused)
+        assert made is not None
+        got = packing.unpack(made, layout)
+        keys = vectors[0] if transform is None else transform.centered(vectors[0], position)
+        for side, kind, plain, coded in (("k", k, keys, got.k), ("v", v, vectors[1], got.v)):
+            assert coded is not None
+            window = slice(unused, unused + 157)
+            outside = [mx.sum(mx.abs(part[:, :unused])).item() for part in coded]
+            outside += [mx.sum(mx.abs(part[:, unused + 157 :])).item() for part in coded]
+            assert not any(outside)
+            mine = codec.reconstruct(coded[0][:, window], coded[1][:, window], kind, side)
+            theirs = codec.reconstruct(*codec.encode(plain, kind, side), kind, side)
+            # the largest error of all: of two codes as good, either may be taken
+            size = np.linalg.norm(wide(plain), axis=-1)
+            off = np.linalg.norm(wide(mine) - wide(plain), axis=-1) / size
+            known = np.linalg.norm(wide(theirs) - wide(plain), axis=-1) / size
+            assert np.abs(off - known).max() < 5e-3, side
+            assert np.abs(off.mean() - known.mean()) < 1e-4, side

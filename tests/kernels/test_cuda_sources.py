@@ -96,6 +96,15 @@ def round_text(dim: int, levels: int) -> str:
     )  # fmt: skip
 
 
+def encode_text(dim: int, k_bits: int, v_bits: int, kind: str) -> str:
+    return kernel_text(
+        f"encode_{dim}_{k_bits}_{v_bits}", sources.encode_text(), sources.ENCODE_INPUTS,
+        {"out": "unsigned int"}, {"keys": kind, "values": kind, "k_numbers": "float", "v_numbers": "float"},
+        DIM=dim, K_BITS=k_bits, V_BITS=v_bits, K_LEVELS=2**k_bits, V_LEVELS=2**v_bits, STRETCHES=8,
+        HAS_MEAN=1, N_PAIRS=dim // 2, PAIR_STEP=1, PAIR_GAP=dim // 2, T=kind,
+    )  # fmt: skip
+
+
 VARIANTS = {
     "fast": (
         sources.fast_text(paged=False, sinks=False)[0],
@@ -114,6 +123,10 @@ VARIANTS = {
             merge_text(False),
             merge_text(True),
         ],
+    ),
+    "encoding": (
+        sources.encode_text()[0],
+        [encode_text(128, 4, 3, "__half"), encode_text(64, 5, 8, "__nv_bfloat16")],
     ),
     "rounding": (sources.round_text()[0], [round_text(80, 16), round_text(128, 11)]),
 }

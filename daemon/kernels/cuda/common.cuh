@@ -75,10 +75,12 @@ struct Tiles {
   const int* pages;
   int most;
 
-  __device__ __forceinline__ const u32* at(int b, int h, int t) const {
-    const int page_of = pages ? __ldg(pages + b * most + t) : t;
-    return data + h * head + page_of * page;
-  }
+  // The page of tile t of row b: maybe a trip to memory.
+  __device__ __forceinline__ int page_of(int b, int t) const { return pages ? __ldg(pages + b * most + t) : t; }
+
+  __device__ __forceinline__ const u32* at_page(int h, int number) const { return data + h * head + number * page; }
+
+  __device__ __forceinline__ const u32* at(int b, int h, int t) const { return at_page(h, page_of(b, t)); }
 };
 
 template <class Strides>

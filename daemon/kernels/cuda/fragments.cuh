@@ -194,13 +194,17 @@ struct Fragments {
     const Query query = read(at, warp, lane);
     MeanBias<NT, S::TABLE_IN_REGISTERS> bias;
     if (ROTARY) bias.load(constants, lane);
+    int pages[S::STAGES + 1];  // of the next tiles, found before they are needed; the last one a round ahead
+#pragma unroll
+    for (int s = 0; s <= S::STAGES; ++s) pages[s] = page_ahead(at, first, s, stop);
+    int ahead = pages[S::STAGES];
     if (lane == 0) {
       for (int s = 0; s < S::STAGES; ++s) barrier_init(barriers + 8 * s);
       barriers_visible();
+#pragma unroll
       for (int s = 0; s < S::STAGES; ++s)
         if (s < count)
-          copy_to_shared(slots + s * S::WORDS * 4, tiles.at(at.row, at.kv, first + s * TILE_WARPS), S::WORDS * 4,
-                         barriers + 8 * s);
+          copy_to_shared(slots + s * S::WORDS * 4, tiles.at_page(at.kv, pages[s]), S::WORDS * 4, barriers + 8 * s);
     }
     // Constants go through shared memory, to each lane its own copy: where the compiler knows that a number is the same
     // for all, it spends an instruction on every use of it.
@@ -263,8 +267,6 @@ struct Fragments {
     const int source = 8 * c + (g >> 1);  // the lane whose weights become this lane's column
     int stage = 0, t = first;
     u32 turn = 0;
-    // found a round ahead: a page number comes from memory
-    const u32* ahead = ring_ahead(at, first, stop, 0);
     for (int it = 0; it < count; ++it, t += TILE_WARPS) {
       barrier_wait(barriers + 8 * stage, turn);
       const u32* tile = reinterpret_cast<const u32*>(ring + stage * S::WORDS * 4);
@@ -380,8 +382,8 @@ struct Fragments {
       }
       __syncwarp();
       if (lane == 0 && it + S::STAGES < count)
-        copy_to_shared(slots + stage * S::WORDS * 4, ahead, S::WORDS * 4, barriers + 8 * stage);
-      ahead = ring_ahead(at, t, stop, 1);
+        copy_to_shared(slots + stage * S::WORDS * 4, tiles.at_page(at.kv, ahead), S::WORDS * 4, barriers + 8 * stage);
+      ahead = page_ahead(at, t, S::STAGES + 1, stop);
       if (++stage == S::STAGES) stage = 0, turn ^= 1;
     }
 
@@ -406,10 +408,9 @@ struct Fragments {
     }
   }
 
-  // Where the tile is that takes the place in the ring of the one `rounds` after t.
-  __device__ __forceinline__ const u32* ring_ahead(const Block& at, int t, int stop, int rounds) const {
-    const int next = t + (S::STAGES + rounds) * TILE_WARPS;
-    return tiles.at(at.row, at.kv, min(next, stop - 1));
+  // The page of the tile `rounds` of this warp after t, or of the last one.
+  __device__ __forceinline__ int page_ahead(const Block& at, int t, int rounds, int stop) const {
+    return tiles.page_of(at.row, max(0, min(t + rounds * TILE_WARPS, stop - 1)));
   }
 
   static __device__ __forceinline__ void read_scales(const u32* words, int g, float (&scale)[4]) {

@@ -30,7 +30,7 @@ def closest(u: mx.array, bits: float, stretches: tuple[float, ...]) -> tuple[mx.
     count = prod(u.shape[:-1])
     blocks = -(-count * _WARP // _THREADS)
     codes, overlap = sources.round_kernel()(
-        inputs=[mx.contiguous(u.reshape(count, dim)), _numbers(bits, dim, stretches)],
+        inputs=[mx.contiguous(u.reshape(count, dim)), numbers(bits, dim, stretches)],
         template=[
             ("DIM", dim), ("LEVELS", codebook.levels(bits)), ("STRETCHES", len(stretches)),
         ],
@@ -43,7 +43,8 @@ def closest(u: mx.array, bits: float, stretches: tuple[float, ...]) -> tuple[mx.
 
 
 @cache
-def _numbers(bits: float, dim: int, stretches: tuple[float, ...]) -> mx.array:
+def numbers(bits: float, dim: int, stretches: tuple[float, ...]) -> mx.array:
+    """Return what kernels that round need: stretches, centroids and thresholds, float32, in the GPU's own memory."""
     parts = (stretches, codebook.centroids(bits, dim), codebook.thresholds(bits, dim))
-    numbers = mx.array(np.concatenate(parts).astype(np.float32))
-    return numbers + mx.zeros_like(numbers)  # in the GPU's own memory
+    made = mx.array(np.concatenate(parts).astype(np.float32))
+    return made + mx.zeros_like(made)

@@ -71,6 +71,19 @@ MERGE_BODY = """
 tqd::scan_merge<L>(sums, sums + (long long)gridDim.x * SPLITS * 2 * DIM_V, {logits}, HEADS, QUERIES, SPLITS, DIM_V, out);
 """
 
+ENCODE_INPUTS = ("keys", "values", "layer", "k_numbers", "v_numbers", "spans")
+ENCODE_BODY = """
+__shared__ tqd::u32 words[tqd::Encode<DIM, K_BITS, V_BITS, K_LEVELS, V_LEVELS, STRETCHES, T>::WORDS];
+const int n_kv = gridDim.y;
+const float* v_signs = layer + n_kv * DIM;
+const float* mean = v_signs + DIM;
+const tqd::Encode<DIM, K_BITS, V_BITS, K_LEVELS, V_LEVELS, STRETCHES, T> encode{
+    tqd::vectors(keys, keys_strides, keys_ndim), tqd::vectors(values, values_strides, values_ndim), layer, v_signs,
+    HAS_MEAN ? mean : nullptr, reinterpret_cast<const tqd::u32*>(mean + n_kv * DIM) + 1184, N_PAIRS, PAIR_STEP, PAIR_GAP,
+    k_numbers, v_numbers, (int)keys_shape[1], spans[0], spans[1], out};
+encode.run(blockIdx.x, gridDim.x, blockIdx.y, words);
+"""
+
 ROUND_BODY = """
 const long long vectors = u_shape[0], vector = (blockIdx.x * (long long)blockDim.x + threadIdx.x) / tqd::WARP;
 if (vector < vectors)
@@ -123,6 +136,17 @@ def scan_kernel(shared_bytes: int, *, paged: bool, masked: bool) -> Any:
 def merge_kernel(*, sinks: bool) -> Any:
     """Return the kernel that merges the general one's splits; inputs `sums`, and `logits` where there are any."""
     return _kernel("tqd_merge", ["sums", *["logits"] * sinks], ["out"], merge_text(sinks=sinks), 0)
+
+
+def encode_text() -> tuple[str, str]:
+    """Return header and body of the kernel that encodes whole tiles."""
+    return header(("common", "hopper", "codes", "decode", "round", "encode")), ENCODE_BODY
+
+
+@cache
+def encode_kernel() -> Any:
+    """Return the kernel that encodes whole tiles; its inputs are ENCODE_INPUTS."""
+    return _kernel("tqd_encode", list(ENCODE_INPUTS), ["out"], encode_text(), 0)
 
 
 def round_text() -> tuple[str, str]:
