@@ -29,7 +29,13 @@ struct Encode {
     __half* k_scales = reinterpret_cast<__half*>(words + K_WORDS + V_WORDS);
     for (int t = warp; t < TILE; t += ENCODE_WARPS) {
       const int token = tile * TILE + t - unused;
-      if (token < 0 || token >= count) continue;
+      if (token < 0 || token >= count) {  // code 0, which is not a word of zeros at 4 and 5 bits
+        for (int d = lane; d < D; d += WARP) {
+          put_fragment_code<KB, D, true>(words, t, d, 0);
+          put_fragment_code<VB, D, false>(words + K_WORDS, t, d, 0);
+        }
+        continue;
+      }
       const int slot = t % 8 * 4 + t / 8;
       float x[R];
 #pragma unroll
