@@ -351,10 +351,12 @@ class Row:
         if self._tiles is None or end > self._tiles.shape[1]:
             # a quarter of slack: growing copies the history, so it must happen rarely
             room = end + max(8, end // 4) if at else end
-            grown = mx.zeros((tiles.shape[0], room, tiles.shape[2]), dtype=mx.uint32)
-            if self._tiles is not None:
-                grown = mx.slice_update(grown, self._tiles[:, :at], mx.array([0]), (1,))
-            self._tiles = grown
+            spare = mx.zeros((tiles.shape[0], room - at, tiles.shape[2]), dtype=mx.uint32)
+            self._tiles = (
+                spare
+                if self._tiles is None
+                else mx.concatenate([self._tiles[:, :at], spare], axis=1)
+            )
         self._tiles = mx.slice_update(self._tiles, tiles, mx.array([at]), (1,))
 
 
