@@ -19,11 +19,11 @@ import mlx.core as mx
 
 from daemon.cache import window
 from daemon.cache.side import FullPrecision, RowState, dtype_name
-from daemon.kernels import encoding, order, packing
+from daemon.kernels import encode, order, packing
 from daemon.kernels.attention import REFERENCE
 from daemon.kernels.case import Attend
 from daemon.kernels.keys import KeyTransform
-from daemon.kernels.packing import TILE, Packed, TileLayout
+from daemon.kernels.packing import TILE, TileLayout
 from daemon.kernels.stored import Stored
 from daemon.policy.matching import least_token_budget
 from daemon.policy.schemes import FP16, Scheme
@@ -286,6 +286,18 @@ class Row:
             return self.length
         return self._packed_to + (self.dropped if self._packed_to else 0)
 
+    @property
+    def packs(self) -> bool:
+        """Whether tokens are packed at all: not where keys and values both stay in full precision."""
+        return not (self.scheme.k is FP16 and self.scheme.v is FP16)
+
+    @property
+    def due_tokens(self) -> int:
+        """Tokens that `pack` would move now."""
+        if self._layout is None or not self._layout.packed:
+            return 0
+        return max(0, self._packable() - max(self._packed_to, self.sink_tokens))
+
     def _reads_prompt(self, count: int) -> bool:
         """Whether *count* new tokens belong to a prompt that is still short enough to stay in full precision."""
         unpacked = self._kept - self._packed_to
@@ -324,27 +336,28 @@ class Row:
         first_tile = self._packed_to // TILE
         kept = self._packed_to - first_tile * TILE  # tokens of a tile that is not full yet
         unused = self.sink_tokens if self._packed_to == 0 else 0  # slots that belong to sinks
-        count = end - start
-        tiles = encoding.tiles(
-            None if self._k.codec is FP16 else self._k.take(count),
-            None if self._v.codec is FP16 else self._v.take(count),
+        old = None
+        if kept:
+            assert self._tiles is not None
+            old = self._tiles[:, first_tile : first_tile + 1]
+        tiles = encode.tiles(
+            self._leaving(self._k, start, end),
+            self._leaving(self._v, start, end),
             layout,
-            self.keys,
-            start + self.dropped,
-            unused=unused,
-            old=self._started(first_tile, kept, layout) if kept else None,
+            first=kept or unused,
+            old=old,
         )
         self._store(tiles, first_tile)
         self._packed_to = end
 
-    def _started(self, at: int, kept: int, layout: TileLayout) -> Packed:
-        """Return the *kept* tokens of the tile *at*, unpacked."""
-        assert self._tiles is not None
-        packed = packing.unpack(self._tiles[:, at : at + 1], layout)
-        return Packed(
-            k=None if packed.k is None else (packed.k[0][:, :kept], packed.k[1][:, :kept]),
-            v=None if packed.v is None else (packed.v[0][:, :kept], packed.v[1][:, :kept]),
-        )
+    def _leaving(self, side: FullPrecision, start: int, end: int) -> mx.array | None:
+        """Take the oldest tail tokens of *side*, those at *start* to *end*, as they are to be packed."""
+        if side.codec is FP16:
+            return None
+        vectors = side.take(end - start)
+        if side is self._k and self.keys is not None:
+            vectors = self.keys.centered(vectors, start + self.dropped)
+        return vectors
 
     def _store(self, tiles: mx.array, at: int) -> None:
         end = at + tiles.shape[1]

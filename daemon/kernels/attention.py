@@ -105,13 +105,18 @@ def backend_of(*, gpu: bool, metal: bool, cuda: bool) -> Backend:
     return "cuda" if gpu and cuda else "reference"
 
 
-def on_this_device() -> Attention:
-    """Return attention for MLX's default device, with the kernels that this build has for it."""
-    backend = backend_of(
+def backend_of_device() -> Backend:
+    """Return whose kernels fit MLX's default device."""
+    return backend_of(
         gpu=mx.default_device() != mx.Device(mx.cpu),
         metal=mx.metal.is_available(),
         cuda=mx.cuda.is_available(),
     )
+
+
+def on_this_device() -> Attention:
+    """Return attention for MLX's default device, with the kernels that this build has for it."""
+    backend = backend_of_device()
     module = f"{__package__}.{backend}"
     if backend == "reference" or importlib.util.find_spec(module) is None:
         return REFERENCE

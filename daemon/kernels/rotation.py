@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-SEED_VERSION = 1
+SEED_VERSION = 2
 
 Side = Literal["k", "v"]
 
@@ -67,7 +67,7 @@ def _stream(dim: int, side: Side, count: int) -> bytes:
 
 @cache
 def signs(dim: int, side: Side) -> mx.array:
-    """Return the signs s of the rotation of *side*'s vectors, float32 (dim,)."""
+    """Return s of a rotation by a Hadamard matrix: (dim,), float32, of 1 and −1."""
     bits = np.unpackbits(np.frombuffer(_stream(dim, side, -(-dim // 8)), dtype=np.uint8))[:dim]
     return mx.array(1.0 - 2.0 * bits.astype(np.float32))
 
@@ -76,8 +76,7 @@ def signs(dim: int, side: Side) -> mx.array:
 def _matrix(dim: int, side: Side) -> mx.array:
     """Return Rᵀ as a matrix, shape (dim, dim), float32: row vectors are rotated by x @ Rᵀ."""
     if hadamard_size(dim):
-        signed = mx.eye(dim) * signs(dim, side)
-        return mx.hadamard_transform(signed, scale=dim**-0.5)
+        return rotate(mx.eye(dim), side)
     return mx.array(_haar(dim, side).T.astype(np.float32))
 
 

@@ -25,12 +25,14 @@ from daemon.ops.document import (
     LayerGroup,
     Memory,
     ModelStatus,
+    OpenRequests,
     ProblemStatus,
     Requests,
     ServerStatus,
     Throughput,
     Verdict,
 )
+from daemon.supervisor.counts import Counts
 from daemon.supervisor.plan import Fleet
 from daemon.supervisor.reload import ConfigStatus
 from daemon.supervisor.server import Desired, LastExit, Server, State
@@ -42,6 +44,7 @@ class View:
     """What the document is made of. *wall* turns a time of the supervisor's clock into a moment."""
 
     now: float
+    seq: int
     wall: Callable[[float], datetime]
     fleet: Fleet
     prepared: Mapping[str, PreparedServer]
@@ -50,7 +53,11 @@ class View:
     reload_mode: str
     desired_source: Callable[[str], str]
     log_path: Callable[[str], Path]
+    log_bytes_dropped: Callable[[str], int]
+    counts: Counts
     version: str
+    mlx_version: str
+    backend: str
     pid: int
     started: float
     state_dir: Path
@@ -63,6 +70,7 @@ def document(view: View) -> Document:
     servers = [server_status(view, server) for server in view.fleet.servers.values()]
     return {
         "schema": SCHEMA,
+        "seq": view.seq,
         "now": moment(view.wall(view.now)),
         "daemon": {
             "version": view.version,
@@ -102,9 +110,7 @@ def server_status(view: View, server: Server) -> ServerStatus:
     """Return the part of the document that is about *server*."""
     worker, spec, cause = server.worker, server.spec, server.cause
     prepared = view.prepared.get(server.name)
-    report = view.reports.get(server.name)
-    if worker is not None and report is not None and report.launch != worker.launch:
-        report = None  # of an earlier worker
+    report = _report(view, server)
     host = f"[{spec.host}]" if ":" in spec.host else spec.host
     loading = worker is not None and server.state is State.LOADING
     return {
@@ -147,6 +153,7 @@ def server_status(view: View, server: Server) -> ServerStatus:
         "spec_hash": server.spec_hash,
         "worker_spec_hash": worker.spec_hash if worker else None,
         "log_path": str(view.log_path(server.name)),
+        "log_dropped_bytes": view.log_bytes_dropped(server.name),
         "model": _model(report),
         "model_requested": spec.model,
         "requests": _requests(server, report),
@@ -158,6 +165,33 @@ def server_status(view: View, server: Server) -> ServerStatus:
         if report and report.sampled_at is not None
         else None,
     }
+
+
+def open_requests(view: View, server: Server) -> OpenRequests:
+    """Return the requests that the worker of *server* has open."""
+    report = _report(view, server) if server.worker else None
+    if report is None or report.snapshot is None or report.sampled_at is None:
+        return {"sampled_at": None, "requests": []}
+    return {
+        "sampled_at": moment(view.wall(report.sampled_at)),
+        "requests": [
+            {
+                "id": it.id,
+                "age_s": it.age_s,
+                "stream": it.stream,
+                "prompt_tokens": it.prompt_tokens,
+                "completion_tokens": it.completion_tokens,
+            }
+            for it in report.snapshot.open
+        ],
+    }
+
+
+def _report(view: View, server: Server) -> Report | None:
+    """Return what the newest worker of *server* has said, and nothing of an earlier one beside it."""
+    report = view.reports.get(server.name)
+    earlier = server.worker and report and report.launch != server.worker.launch
+    return None if earlier else report
 
 
 def moment(when: datetime) -> str:
@@ -268,6 +302,8 @@ def _throughput(report: Report | None) -> Throughput | None:
     return {
         "prompt_tps": now.prompt_tps,
         "decode_tps": now.decode_tps,
+        "ttft_p50_s": now.ttft_p50_s,
+        "ttft_p95_s": now.ttft_p95_s,
         "window_s": 60,
         "prompt_tokens_total": now.prompt_tokens_total,
         "generation_tokens_total": now.generation_tokens_total,

@@ -99,9 +99,8 @@ def round_text(dim: int, levels: int) -> str:
 def encode_text(dim: int, k_bits: int, v_bits: int, kind: str) -> str:
     return kernel_text(
         f"encode_{dim}_{k_bits}_{v_bits}", sources.encode_text(), sources.ENCODE_INPUTS,
-        {"out": "unsigned int"}, {"keys": kind, "values": kind, "k_numbers": "float", "v_numbers": "float"},
-        DIM=dim, K_BITS=k_bits, V_BITS=v_bits, K_LEVELS=2**k_bits, V_LEVELS=2**v_bits, STRETCHES=8,
-        HAS_MEAN=1, N_PAIRS=dim // 2, PAIR_STEP=1, PAIR_GAP=dim // 2, T=kind,
+        {"out": "unsigned int"}, {"values": kind}, DIM=dim, K_BITS=k_bits, V_BITS=v_bits,
+        K_LEVELS=2**k_bits, V_LEVELS=2**v_bits, STRETCHES=8, K="float", V=kind,
     )  # fmt: skip
 
 

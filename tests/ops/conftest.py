@@ -14,6 +14,7 @@ from daemon.config.spec import ServerSpec
 from daemon.errors import Problem
 from daemon.ops.status import View
 from daemon.policy.spec import KvRequest
+from daemon.supervisor.counts import Counts
 from daemon.supervisor.plan import Fleet
 from daemon.supervisor.reload import ConfigStatus
 from daemon.supervisor.server import (
@@ -54,6 +55,7 @@ SNAPSHOT = wire.Snapshot(
     cancelled_total=3, prompt_tokens_total=90, generation_tokens_total=45, prompt_tps=10.0,
     decode_tps=5.0, kv_bytes=1024, kv_tokens=8, mlx_active_bytes=2048, mlx_cache_bytes=0,
     mlx_peak_bytes=4096,
+    open=(wire.OpenRequest(id="req_1", age_s=2.5, stream=True, prompt_tokens=9, completion_tokens=4),),
 )  # fmt: skip
 
 
@@ -76,6 +78,7 @@ def view() -> View:
     )
     return View(
         now=NOW,
+        seq=12,
         wall=lambda at: datetime.fromtimestamp(1_800_000_000 + at, UTC),
         fleet=Fleet("boot", {it.name: it for it in servers}),
         prepared={
@@ -91,7 +94,11 @@ def view() -> View:
         reload_mode="auto",
         desired_source=lambda name: "config",
         log_path=lambda name: Path(f"/logs/{name}.log"),
+        log_bytes_dropped=lambda name: 512 if name == "code" else 0,
+        counts=Counts(),
         version="1.2.3",
+        mlx_version="0.0.1",
+        backend="cpu",
         pid=42,
         started=400.0,
         state_dir=Path("/state"),

@@ -1,51 +1,42 @@
-"""Encoding of whole tiles on the GPU, in one node: what is taken off keys, rotation, rounding and packing."""
+"""Encoding of whole tiles on the GPU, in one node: rotation, rounding and packing."""
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
+from functools import cache
 
 import mlx.core as mx
 
-from daemon.kernels import codebook, codec
+from daemon.kernels import codebook, codec, order, rotation
 from daemon.kernels.cuda import rounding, sources
-from daemon.kernels.cuda.launch import Layer, layer_of, spans_of
-from daemon.kernels.keys import KeyTransform
+from daemon.kernels.cuda.launch import spans_of
 from daemon.kernels.packing import TILE, TileLayout
+from daemon.kernels.rotation import Side
 from daemon.policy.schemes import INT8, Codec
 
 _THREADS = 256
 
 
-def tiles(
-    keys: mx.array,
-    values: mx.array,
-    layout: TileLayout,
-    transform: KeyTransform | None,
-    position: int,
-    unused: int,
-) -> mx.array | None:
-    """Return whole tiles of *keys* (H, n, D) and *values*, which are in fragments; None: not with this *transform*.
+def encoding_refusal(layout: TileLayout) -> str | None:
+    """Return why tiles of *layout* are not encoded here, in words for the status; None: they are."""
+    if layout.order != order.FRAGMENTS:
+        return "the CUDA kernels encode only what their tensor-core kernel reads"
+    return None
 
-    Args:
-        keys: of the tokens from *position* on, as the model computed them.
-        values: of the same shape and dtype.
-        layout: in fragments.
-        transform: what is taken off keys.
-        position: at which the first token was computed.
-        unused: slots before it; they and those after the last token become zero.
-    """
-    n_kv, count, _ = keys.shape
-    layer = layer_of(layout, n_kv, transform)
-    if layer is None or values.dtype != keys.dtype:
-        return None
-    n_tiles = -(-(unused + count) // TILE)
+
+def tiles(k: mx.array, v: mx.array, layout: TileLayout, *, first: int) -> mx.array:
+    """Return the tiles that hold *k* and *v* from slot *first* on; the contract is encode.tiles', with nothing kept."""
+    n_kv, count, dim = k.shape
+    n_tiles = -(-(first + count) // TILE)
     (out,) = sources.encode_kernel()(
         inputs=[
-            keys, values, layer.constants, _numbers(layout.k, layout.dim_k),
-            _numbers(layout.v, layout.dim_v), spans_of(((unused, position, 0, 0),)),
+            k, v, _signs(dim, "k"), _signs(dim, "v"), _numbers(layout.k, dim),
+            _numbers(layout.v, dim), spans_of(((first, 0, 0, 0),)),
         ],
-        template=_template(layer, keys.dtype),
+        template=[
+            ("DIM", dim), ("K_BITS", int(layout.k.bits)), ("V_BITS", int(layout.v.bits)),
+            ("K_LEVELS", _levels(layout.k)), ("V_LEVELS", _levels(layout.v)),
+            ("STRETCHES", len(codec.STRETCHES)), ("K", k.dtype), ("V", v.dtype),
+        ],
         grid=(n_tiles * _THREADS, n_kv, 1),
         threadgroup=(_THREADS, 1, 1),
         output_shapes=[(n_kv, n_tiles, layout.words)],
@@ -55,20 +46,16 @@ def tiles(
     return encoded
 
 
-def _template(layer: Layer, dtype: mx.Dtype) -> list[tuple[str, Any]]:
-    k, v = layer.layout.k, layer.layout.v
-    return [
-        ("DIM", layer.layout.dim_k), ("K_BITS", int(k.bits)), ("V_BITS", int(v.bits)),
-        ("K_LEVELS", _levels(k)), ("V_LEVELS", _levels(v)), ("STRETCHES", len(codec.STRETCHES)),
-        ("HAS_MEAN", layer.has_mean), ("N_PAIRS", layer.n_pairs), ("PAIR_STEP", layer.step),
-        ("PAIR_GAP", layer.gap), ("T", dtype),
-    ]  # fmt: skip
-
-
 def _levels(kind: Codec) -> int:
     return 2 if kind == INT8 else codebook.levels(kind.bits)
 
 
-@lru_cache(maxsize=64)
+@cache
 def _numbers(kind: Codec, dim: int) -> mx.array:
     return rounding.numbers(2 if kind == INT8 else kind.bits, dim, codec.STRETCHES)
+
+
+@cache
+def _signs(dim: int, side: Side) -> mx.array:
+    signs = rotation.signs(dim, side)
+    return signs + mx.zeros_like(signs)  # in the GPU's own memory

@@ -71,16 +71,13 @@ MERGE_BODY = """
 tqd::scan_merge<L>(sums, sums + (long long)gridDim.x * SPLITS * 2 * DIM_V, {logits}, HEADS, QUERIES, SPLITS, DIM_V, out);
 """
 
-ENCODE_INPUTS = ("keys", "values", "layer", "k_numbers", "v_numbers", "spans")
+ENCODE_INPUTS = ("keys", "values", "k_signs", "v_signs", "k_numbers", "v_numbers", "spans")
 ENCODE_BODY = """
-__shared__ tqd::u32 words[tqd::Encode<DIM, K_BITS, V_BITS, K_LEVELS, V_LEVELS, STRETCHES, T>::WORDS];
-const int n_kv = gridDim.y;
-const float* v_signs = layer + n_kv * DIM;
-const float* mean = v_signs + DIM;
-const tqd::Encode<DIM, K_BITS, V_BITS, K_LEVELS, V_LEVELS, STRETCHES, T> encode{
-    tqd::vectors(keys, keys_strides, keys_ndim), tqd::vectors(values, values_strides, values_ndim), layer, v_signs,
-    HAS_MEAN ? mean : nullptr, reinterpret_cast<const tqd::u32*>(mean + n_kv * DIM) + 1184, N_PAIRS, PAIR_STEP, PAIR_GAP,
-    k_numbers, v_numbers, (int)keys_shape[1], spans[0], spans[1], out};
+using Encode = tqd::Encode<DIM, K_BITS, V_BITS, K_LEVELS, V_LEVELS, STRETCHES, K, V>;
+__shared__ tqd::u32 words[Encode::WORDS];
+const Encode encode{
+    tqd::vectors(keys, keys_strides, keys_ndim), tqd::vectors(values, values_strides, values_ndim), k_signs, v_signs,
+    k_numbers, v_numbers, (int)keys_shape[1], spans[0], out};
 encode.run(blockIdx.x, gridDim.x, blockIdx.y, words);
 """
 
