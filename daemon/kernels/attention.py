@@ -1,6 +1,6 @@
 """The one entry to attention over stored keys and values, and the choice of what runs it.
 
-The device decides which fused kernels there are: Metal's, CUDA's, or none. They run a case only after
+The device decides which fused kernels there are: Metal's, CUDA's, or blocks of plain operations on a CPU. They run a case only after
 they have agreed with the reference on it, on this device, in this process; whatever they refuse or get
 wrong goes to the reference, and the choice remembers why.
 """
@@ -10,15 +10,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, Protocol, cast
 
 import mlx.core as mx
 
-from daemon.kernels import proof, reference
+from daemon.kernels import cpu, prompt, proof, reference
 from daemon.kernels.case import Attend, Case
 from daemon.kernels.stored import Stored
 
-Backend = Literal["reference", "metal", "cuda", "mlx"]
+Backend = Literal["reference", "cpu", "metal", "cuda", "mlx"]
 
 
 class Kernels(Attend, Protocol):
@@ -40,6 +41,11 @@ class Choice:
     reason: str | None = None
     failed: bool = False
 
+    @property
+    def fused(self) -> bool:
+        """Whether the device's kernels run it."""
+        return self.backend != "reference"
+
 
 _REFERENCE = Choice("reference")
 
@@ -47,12 +53,19 @@ _REFERENCE = Choice("reference")
 class Attention:
     """Attention on one device; remembers a choice for every case that it has met.
 
-    *kernels* None: there are none, and everything runs on the reference.
+    *kernels* None: there are none, and everything runs on the reference. *prompts* attends from more
+    queries than kernels serve, and where nothing is packed.
     """
 
-    def __init__(self, backend: Backend = "reference", kernels: Kernels | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend = "reference",
+        kernels: Kernels | None = None,
+        prompts: Attend = reference,
+    ) -> None:
         self._backend = backend
         self._kernels = kernels
+        self._prompts = prompts
         self._choices: dict[Case, Choice] = {}
 
     def attend(
@@ -67,13 +80,11 @@ class Attention:
 
         Kernels are asked only where something is packed, by at most reference.FUSED_QUERIES queries.
         """
+        packed = stored.packed_to > stored.packed_from
+        if queries.shape[1] > reference.FUSED_QUERIES or not packed:
+            return self._prompts.attend(queries, stored, scale, mask, sinks)
         kernels = self._kernels
-        if (
-            kernels is not None
-            and stored.packed_to > stored.packed_from
-            and queries.shape[1] <= reference.FUSED_QUERIES
-            and self.choice(Case.of(queries, stored, mask, sinks)).backend != "reference"
-        ):
+        if kernels is not None and self.choice(Case.of(queries, stored, mask, sinks)).fused:
             return kernels.attend(queries, stored, scale, mask, sinks)
         return reference.attend(queries, stored, scale, mask, sinks)
 
@@ -100,9 +111,11 @@ REFERENCE = Attention()
 
 def backend_of(*, gpu: bool, metal: bool, cuda: bool) -> Backend:
     """Return whose kernels fit a device: *gpu* is MLX's default, and MLX was built for *metal* or *cuda*."""
-    if gpu and metal:
+    if not gpu:
+        return "cpu"
+    if metal:
         return "metal"
-    return "cuda" if gpu and cuda else "reference"
+    return "cuda" if cuda else "reference"
 
 
 def on_this_device() -> Attention:
@@ -112,6 +125,14 @@ def on_this_device() -> Attention:
         metal=mx.metal.is_available(),
         cuda=mx.cuda.is_available(),
     )
+    return _of(backend)
+
+
+@cache
+def _of(backend: Backend) -> Attention:
+    """Return the attention of *backend*; one for the process, so that nothing is proved twice."""
+    if backend == "cpu":
+        return Attention(backend, cpu, prompts=prompt)
     module = f"{__package__}.{backend}"
     if backend == "reference" or importlib.util.find_spec(module) is None:
         return REFERENCE
