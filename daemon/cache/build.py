@@ -8,6 +8,7 @@ falls back to mlx-lm's own caches, with a reason, where they disagree.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -22,13 +23,15 @@ from daemon.cache.sequence import BatchCache, SequenceCache
 from daemon.kernels.attention import REFERENCE
 from daemon.kernels.case import Attend
 from daemon.kernels.keys import KeyTransform
+from daemon.kernels.packing import TILE
 from daemon.policy.architecture import LayerKind
 from daemon.policy.resolve import LayerPlan
 from daemon.policy.rules import Batching
 from daemon.policy.schemes import REFERENCE_BITS, SCHEMES, Scheme
 
 PROBE_TOKENS = 6
-PACKED_PROBE_TOKENS = 80  # past 4 sinks and a tail of 32, so that tiles are attended to
+PROBE_SINKS = 4
+PACKED_PROBE_TOKENS = 80  # past the sinks and a tail of 32, so that tiles are attended to
 # Largest |difference| of logits over their largest magnitude, by dtype: the same attention in another order of
 # operations. On the tiny models of every family it is exactly zero in float32.
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 2e-2, mx.bfloat16: 8e-2}
@@ -64,20 +67,38 @@ class Slot:
             sink_tokens=self.plan.sink_tokens,
             tail_tokens=self.plan.tail_tokens,
             fold_tokens=self.plan.fold_tokens,
+            exact_prompt=self.plan.exact_prompt,
             token_budget=None if scheme else self.plan.token_budget,
             keys=self.keys,
             statistics_id=self.statistics_id,
             attention=attention,
         )
 
-    def placed(self, stock: Any, make: Callable[[Any], Any]) -> Any:
-        """Return what *make* makes of *stock*, or of the members in it that are ours; *stock* where none is."""
+    def probe_row(self) -> Row:
+        """Return an empty row like `row` whose tokens are packed as soon as may be, for a probe of few tokens."""
+        short = replace(
+            self.plan,
+            sink_tokens=min(self.plan.sink_tokens, PROBE_SINKS),
+            tail_tokens=min(self.plan.tail_tokens, TILE),
+            fold_tokens=TILE,
+            exact_prompt=0,
+            token_budget=None,
+        )
+        return replace(self, plan=short).row()
+
+    def placed(
+        self, stock: Any, make: Callable[[Any], Any], keep: Callable[[Any], Any] = lambda it: it
+    ) -> Any:
+        """Return what *make* makes of *stock*, or of the members in it that are ours, and what *keep* makes of the rest."""
         if not self.packed:
-            return stock
+            return keep(stock)
         if not self.members:
             return make(stock)
         return CacheList(
-            *(make(part) if at in self.members else part for at, part in enumerate(stock.caches))
+            *(
+                make(part) if at in self.members else keep(part)
+                for at, part in enumerate(stock.caches)
+            )
         )
 
 
@@ -113,6 +134,10 @@ class CacheFactory:
     def unpacked(self) -> Caches:
         """Return our caches with every layer in full precision: what the probe compares with mlx-lm's own."""
         return self._make(lambda slot: slot.row(EXACT))
+
+    def short(self) -> Caches:
+        """Return our caches with so short a tail that a probe of few tokens attends to packed ones."""
+        return self._make(Slot.probe_row)
 
     @property
     def plans(self) -> tuple[LayerPlan, ...]:
@@ -262,7 +287,7 @@ def convert(caches: Sequence[Any], row_of: Callable[[int], Row | None]) -> Cache
 def convert_slots(
     caches: Sequence[Any], slots: Sequence[Slot], attention: Attend = REFERENCE
 ) -> Caches:
-    """Return *caches* with those packed that are ours in *slots* (plan_slots); the given ones are left as they are.
+    """Return copies of *caches*, packed where they are ours in *slots* (plan_slots); the given ones are left as they are.
 
     *attention* attends to what is packed.
     """
@@ -274,7 +299,11 @@ def convert_slots(
 
 def _converted(slot: Slot, cache: Any, index: int, attention: Attend) -> Any:
     row = slot.row(attention=attention)
-    return slot.placed(cache, lambda part: _cache(slot.plan.kind, _rows(part, row, index)))
+    return slot.placed(
+        cache,
+        lambda part: _cache(slot.plan.kind, _rows(part, row, index)),
+        keep=copy.deepcopy,  # mlx-lm's own caches are written in place
+    )
 
 
 def _rows(cache: Any, row: Row, index: int) -> list[Row]:
@@ -324,7 +353,7 @@ def _failure(model: Any, factory: CacheFactory, expected: mx.array) -> str | Non
             return (
                 f"its attention does not go through the cache (logits differ by {difference:.1%})"
             )
-        packed = _two_passes(model, factory(), PACKED_PROBE_TOKENS, vocab_size)
+        packed = _two_passes(model, factory.short(), PACKED_PROBE_TOKENS, vocab_size)
         if not mx.all(mx.isfinite(packed)).item():
             return "packed keys and values gave infinite logits"
     except Exception as error:  # noqa: BLE001 - whatever a model's own code raises on a view means "not with this model"

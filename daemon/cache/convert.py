@@ -14,12 +14,13 @@ from daemon.cache.sequence import BatchCache, SequenceCache
 from daemon.errors import PolicyError
 from daemon.kernels.attention import on_this_device
 from daemon.policy.architecture import Architecture, LayerKind, read_architecture
-from daemon.policy.resolve import LayerPlan, ResolvedPolicy, allowance, request, resolve, summarize
+from daemon.policy.evidence import allowance
+from daemon.policy.resolve import LayerPlan, ResolvedPolicy, request, resolve, summarize
 from daemon.policy.schemes import UnknownSchemeError, parse_scheme
 from daemon.policy.spec import KvSpec
 from daemon.policy.store import load_allowlist, load_policies
 
-_ONLY_A_SERVER = ("calibration", "budget", "compress")  # keys of a kv block without effect here
+_ONLY_A_SERVER = ("calibration", "budget")  # keys of a kv block without effect here
 
 
 class PromptCache(list[Any]):
@@ -136,7 +137,7 @@ def _spec(policy: str | Mapping[str, Any]) -> KvSpec:
         problem = error.errors(include_url=False)[0]
         raise PolicyError(".".join(map(str, problem["loc"])), problem["msg"]) from error
     for name in _ONLY_A_SERVER:
-        if getattr(spec, name) not in (None, "auto", "none", "chunk"):
+        if getattr(spec, name) not in (None, "auto", "none"):
             raise PolicyError(name, "only a server of tqd does this", hint=f"leave {name} out")
     return spec
 

@@ -28,13 +28,16 @@ from daemon.kernels.stored import Stored
 from daemon.policy.matching import least_token_budget
 from daemon.policy.schemes import FP16, Scheme
 
+DECODE_TOKENS = 8  # up to this many tokens at once are decoded: one, or several with speculation
+
 
 class Row:
     """One sequence of one layer; *length* tokens so far.
 
     Of these, *dropped* tokens after the sinks are gone, in whole tiles, where there is a
     *token_budget*: the most tokens that any token attends to. Tokens leave the tail *fold_tokens* at a
-    time, a multiple of a tile. *keys* is what is taken off keys before they are packed, and
+    time, a multiple of a tile. A prompt of up to *exact_prompt* tokens stays in full precision until it is
+    decoded; more than that is packed while it is read. *keys* is what is taken off keys before they are packed, and
     *statistics_id* the name of the statistics behind it; affine keys are packed as they are. *attention*
     is what attends to it.
     """
@@ -46,11 +49,14 @@ class Row:
         sink_tokens: int,
         tail_tokens: int,
         fold_tokens: int = TILE,
+        exact_prompt: int = 0,
         token_budget: int | None = None,
         keys: KeyTransform | None = None,
         statistics_id: str | None = None,
         attention: Attend = REFERENCE,
     ) -> None:
+        if exact_prompt and token_budget is not None:
+            raise ValueError("a row with a token budget packs its prompt as it is read")
         if token_budget is not None and (
             token_budget % TILE
             or token_budget < least_token_budget(sink_tokens, tail_tokens, fold_tokens)
@@ -64,6 +70,7 @@ class Row:
         self.sink_tokens = sink_tokens
         self.tail_tokens = tail_tokens
         self.fold_tokens = fold_tokens
+        self.exact_prompt = exact_prompt
         self.token_budget = token_budget
         self.statistics_id = statistics_id
         self.attention = attention
@@ -82,6 +89,7 @@ class Row:
             sink_tokens=self.sink_tokens,
             tail_tokens=self.tail_tokens,
             fold_tokens=self.fold_tokens,
+            exact_prompt=self.exact_prompt,
             token_budget=self.token_budget,
             keys=self.keys,
             statistics_id=self.statistics_id,
@@ -106,8 +114,9 @@ class Row:
             self._layout = TileLayout(
                 self.scheme.k, self.scheme.v, keys.shape[-1], values.shape[-1]
             )
-        self.pack()
-        self._drop()
+        if not self._reads_prompt(keys.shape[1]):
+            self.pack()
+            self._drop()
         self._k.append(keys)
         self._v.append(values)
         self.length += keys.shape[1]
@@ -269,6 +278,23 @@ class Row:
         if self._layout is not None and not self._layout.packed:
             return self.length
         return self._packed_to + (self.dropped if self._packed_to else 0)
+
+    @property
+    def packs(self) -> bool:
+        """Whether tokens are packed at all: not where keys and values both stay in full precision."""
+        return not (self.scheme.k is FP16 and self.scheme.v is FP16)
+
+    @property
+    def due_tokens(self) -> int:
+        """Tokens that `pack` would move now."""
+        if self._layout is None or not self._layout.packed:
+            return 0
+        return max(0, self._packable() - max(self._packed_to, self.sink_tokens))
+
+    def _reads_prompt(self, count: int) -> bool:
+        """Whether *count* new tokens belong to a prompt that is still short enough to stay in full precision."""
+        unpacked = self._kept - self._packed_to
+        return count > DECODE_TOKENS and unpacked + count <= self.exact_prompt
 
     @property
     def _kept(self) -> int:

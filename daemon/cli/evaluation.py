@@ -244,7 +244,15 @@ def _record(report: EvalReport, target: Target, state: StateDir) -> None:
         elif objection := evidence.objection(measured, gate):
             refused.append(f"{policy.label} is over the gate: {objection}")
         else:
-            _write(evidence.entry(target.fingerprint, policy.key_bits, measured), state)
+            _write(
+                evidence.entry(
+                    target.fingerprint,
+                    policy.key_bits,
+                    measured,
+                    calibrated=policy.calibrated,
+                ),
+                state,
+            )
             click.echo(
                 f"recorded {policy.label} in {state.allowlist}; `tqd reload` puts it into force",
                 err=True,

@@ -19,7 +19,7 @@ from daemon.config.spec import ServerSpec
 from daemon.errors import PolicyError, TqdError, UnknownServerError
 from daemon.paths import StateDir, hf_hub_dir
 from daemon.policy.architecture import Architecture, read_architecture
-from daemon.policy.resolve import allowance
+from daemon.policy.evidence import allowance
 from daemon.policy.spec import NamedPolicy
 from daemon.policy.store import load_allowlist, load_policies
 

@@ -89,6 +89,7 @@ class PolicyFigures(Document):
     sink_tokens: int
     tail_tokens: int
     calibration: str
+    calibrated: bool
     key_bits: float
     bits_per_value: float
     bytes_per_token: float

@@ -34,11 +34,6 @@ MODELS: frozenset[tuple[Model, str]] = frozenset(
 )
 # Keys whose values no message, table or log may show.
 SECRETS: frozenset[tuple[Model, str]] = frozenset({(ServerSpec, "api_key"), (ServerSpec, "env")})
-# Spellings of what a key that is not yet available does anyway.
-SAME_AS_DEFAULT: Mapping[tuple[Model, str], frozenset[str]] = {
-    (KvSpec, "compress"): frozenset({"chunk"}),
-}
-
 
 # What to write, where the type alone does not say it.
 HINTS: Mapping[tuple[Model, str], str] = {
@@ -96,7 +91,6 @@ class Key:
     name: str
     shape: Shape
     field: FieldInfo
-    accepted: frozenset[str]
     stand_in: str | int | None
     hint: str | None
     path: bool
@@ -116,8 +110,6 @@ class Key:
 
     def at_default(self, value: object) -> bool:
         """Return whether *value* (as YAML gives it) says what the key means when it is left out."""
-        if isinstance(value, str) and value in self.accepted:
-            return True
         annotation: Any = Annotated[(self.field.annotation, *(self.field.metadata or (None,)))]
         adapter: TypeAdapter[Any] = TypeAdapter(annotation, config=ConfigDict(strict=True))
         try:
@@ -134,7 +126,6 @@ def keys_of(model: Model) -> Mapping[str, Key]:
             name=name,
             shape=_shape(field.annotation, tuple(field.metadata)),
             field=field,
-            accepted=SAME_AS_DEFAULT.get((model, name), frozenset()),
             stand_in=STAND_INS.get((model, name)),
             hint=HINTS.get((model, name)),
             path=(model, name) in PATHS,

@@ -34,7 +34,8 @@ from daemon.log import Level
 from daemon.paths import StateDir, hf_hub_dir
 from daemon.policy.architecture import Architecture, read_architecture
 from daemon.policy.budget import KvCost, kv_bytes, kv_cost, longest_context
-from daemon.policy.resolve import ResolvedPolicy, allowance, fewest_key_bits, request, resolve
+from daemon.policy.evidence import allowance, fewest_key_bits
+from daemon.policy.resolve import ResolvedPolicy, request, resolve
 from daemon.policy.rules import AllowEntry
 from daemon.policy.spec import KvRequest
 from daemon.policy.store import load_allowlist
@@ -236,6 +237,7 @@ def _resolved(
         allowlist,
         fingerprint=model.fingerprint,
         key_bits=fewest_key_bits(server.kv),
+        calibrated=server.kv.calibration != "none",
     )
     resolved = resolve(server.kv, architecture, allowed=allowed)
     weights_bytes = model.weights.total_bytes or None

@@ -346,7 +346,7 @@ def _type_hint(node: Node, shape: Shape) -> str | None:
 
 def _later_hint(key: Key) -> str:
     default = key.field.default
-    written = sorted(key.accepted) or ([str(default)] if isinstance(default, str) else [])
+    written = [str(default)] if isinstance(default, str) else []
     return f"leave it out, or write {' or '.join(written)}" if written else "leave it out"
 
 

@@ -78,7 +78,7 @@ def _key(schema: dict[str, Any], key: Key, default: object) -> dict[str, Any]:
     if "default" in schema and not isinstance(default, dict):
         described["default"] = default
     if key.later and key.shape.model is None:
-        return {**described, "enum": [default, *sorted(key.accepted - {default})]}
+        return {**described, "enum": [default]}
     dropped = ("not_yet_available", "title", "default", "description")
     narrowed = {name: value for name, value in schema.items() if name not in dropped}
     choices = narrowed.pop("anyOf", None) or [narrowed]

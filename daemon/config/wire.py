@@ -6,9 +6,9 @@ other messages. End of file is the lease: the peer is gone. A listening socket c
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from daemon.config.spec import ServerSpec
 from daemon.policy.spec import KvRequest
@@ -133,6 +133,32 @@ class Ready(Message):
     kv: KvReport
 
 
+class Histogram(Message):
+    """Observations counted by upper bound; the last count, one more than bounds, is of all above them."""
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    sum: float
+
+    @model_validator(mode="after")
+    def _a_count_for_each_bound(self) -> Self:
+        if len(self.counts) != len(self.bounds) + 1:
+            raise ValueError("a histogram has one count more than it has bounds")
+        return self
+
+
+class RequestCounts(Message):
+    """What a worker has counted about its requests since its start."""
+
+    answered: dict[str, dict[str, int]] = Field(
+        description="endpoint → HTTP status code → requests"
+    )
+    duration_s: Histogram
+    ttft_s: Histogram
+    tpot_s: Histogram
+    queue_time_s: Histogram | None = Field(description="null before the engine runs")
+
+
 class Snapshot(Message):
     """The worker's state, pushed each second; *generation* grows with every pass of the engine's loop."""
 
@@ -153,6 +179,18 @@ class Snapshot(Message):
     mlx_active_bytes: int
     mlx_cache_bytes: int
     mlx_peak_bytes: int
+    kv_limit_bytes: int | None = Field(None, description="the most that they may; null: no limit")
+    kv_packing_s: float | None = Field(
+        None, description="time spent packing, estimated; null where nothing is packed"
+    )
+    passed_at: float | None = Field(
+        None, description="when the engine's loop last passed, in seconds since the epoch"
+    )
+    ttft_p50_s: float | None = Field(None, description="over the last minute")
+    ttft_p95_s: float | None = Field(None, description="over the last minute")
+    requests: RequestCounts | None = Field(
+        None, description="null: as in the last snapshot that had them"
+    )
 
 
 class Ack(Message):

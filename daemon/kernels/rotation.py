@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-SEED_VERSION = 1
+SEED_VERSION = 2
 
 Side = Literal["k", "v"]
 
@@ -42,7 +42,7 @@ def rotate(x: mx.array, side: Side) -> mx.array:
     dim = x.shape[-1]
     x = x.astype(mx.float32)
     if hadamard_size(dim):
-        return mx.hadamard_transform(x * _signs(dim, side), scale=dim**-0.5)
+        return mx.hadamard_transform(x * signs(dim, side), scale=dim**-0.5)
     return x @ _matrix(dim, side)
 
 
@@ -51,7 +51,7 @@ def unrotate(y: mx.array, side: Side) -> mx.array:
     dim = y.shape[-1]
     y = y.astype(mx.float32)
     if dim & (dim - 1) == 0 and hadamard_size(dim):
-        return mx.hadamard_transform(y, scale=dim**-0.5) * _signs(dim, side)
+        return mx.hadamard_transform(y, scale=dim**-0.5) * signs(dim, side)
     # Hadamard matrices of the sizes 12, 20 and 28 are not symmetric: transpose by matrix
     return y @ _matrix(dim, side).T
 
@@ -66,7 +66,8 @@ def _stream(dim: int, side: Side, count: int) -> bytes:
 
 
 @cache
-def _signs(dim: int, side: Side) -> mx.array:
+def signs(dim: int, side: Side) -> mx.array:
+    """Return s of a rotation by a Hadamard matrix: (dim,), float32, of 1 and −1."""
     bits = np.unpackbits(np.frombuffer(_stream(dim, side, -(-dim // 8)), dtype=np.uint8))[:dim]
     return mx.array(1.0 - 2.0 * bits.astype(np.float32))
 
@@ -75,8 +76,7 @@ def _signs(dim: int, side: Side) -> mx.array:
 def _matrix(dim: int, side: Side) -> mx.array:
     """Return Rᵀ as a matrix, shape (dim, dim), float32: row vectors are rotated by x @ Rᵀ."""
     if hadamard_size(dim):
-        signed = mx.eye(dim) * _signs(dim, side)
-        return mx.hadamard_transform(signed, scale=dim**-0.5)
+        return rotate(mx.eye(dim), side)
     return mx.array(_haar(dim, side).T.astype(np.float32))
 
 

@@ -12,12 +12,11 @@ import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 from mlx_lm.utils import load as load_mlx_lm
 
-from daemon.cache import build, seam
+from daemon.cache import seam
 from daemon.cache.build import CacheFactory
 from daemon.cache.row import Row
 from daemon.cache.sequence import SequenceCache
@@ -36,10 +35,10 @@ from daemon.kernels.attention import on_this_device
 from daemon.measure import divergence, footprint, needle, texts
 from daemon.measure.divergence import MakeRow, Scores, Window
 from daemon.measure.texts import Passage
-from daemon.policy.architecture import Architecture, LayerKind, read_architecture
-from daemon.policy.resolve import ResolvedPolicy, resolve, summarize
+from daemon.policy.architecture import Architecture, read_architecture
+from daemon.policy.resolve import ResolvedPolicy, summarize
 from daemon.policy.schemes import REFERENCE_BITS, SCHEMES
-from daemon.worker.calibration import Wanted, calibrated
+from daemon.worker.caches import Subject, put_in_force
 
 GROUP = 4  # windows decoded together
 LONGEST_PLOTTED = 32768  # tokens
@@ -53,18 +52,6 @@ Say = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
-class Subject:
-    """The model that is measured."""
-
-    model: Any
-    tokenizer: Any
-    architecture: Architecture
-    vocab_size: int
-    fingerprint: str | None = None
-    profiles: Path | None = None  # the folder of calibration profiles
-
-
-@dataclass(frozen=True)
 class Entrant:
     """A policy in force on the model: where its rows come from, and what each layer got."""
 
@@ -74,6 +61,7 @@ class Entrant:
     sink_tokens: int
     tail_tokens: int
     calibration: str
+    calibrated: bool
 
 
 def run(job: EvalJob, say: Say) -> EvalReport:
@@ -139,7 +127,7 @@ def load(folder: Path, *, fingerprint: str | None = None, profiles: Path | None 
             f"mlx-lm cannot load {folder}: {first}", hint="download or convert the model again"
         ) from error
     vocab_size: int = model(mx.array([[0]])).shape[-1]  # nothing is computed for a shape
-    return Subject(model, tokenizer, architecture, vocab_size, fingerprint, profiles)
+    return Subject(folder.name, model, tokenizer, architecture, vocab_size, fingerprint, profiles)
 
 
 def enter(subject: Subject, contender: Contender, say: Say) -> Entrant:
@@ -149,25 +137,15 @@ def enter(subject: Subject, contender: Contender, say: Say) -> Entrant:
         PolicyError: it does not fit the model.
         WorkerExitError: the calibration that it names cannot be used.
     """
-    resolved = resolve(contender.kv, subject.architecture, allowed=IGNORED)
-    plans = [plan for plan in resolved.layers if plan.kind is not LayerKind.SHARED]
-    factory = build.plan_caches(subject.model, plans)
-    factory = build.probe(subject.model, factory, subject.vocab_size)
-    calibration = calibrated(
-        subject.model,
-        subject.tokenizer,
-        factory,
-        Wanted(
-            setting=contender.kv.calibration,
-            fingerprint=subject.fingerprint,
-            folder=subject.profiles,
-            strict=contender.kv.strict,
-            head_dims={layer.index: layer.head_dim_k for layer in subject.architecture.layers},
-        ),
-        lambda _: say("measuring the keys (once per model)", 0),
+    caches = put_in_force(
+        subject,
+        contender.kv,
+        allowed=IGNORED,
+        batching="rows",
+        progress=lambda _: say("measuring the keys (once per model)", 0),
     )
-    factory = factory.calibrated(calibration.transforms, calibration.id)
-    factory = factory.attended_by(on_this_device())
+    resolved, calibration = caches.resolved, caches.calibration
+    factory = caches.factory.attended_by(on_this_device())
     built = {slot.plan.index: slot.plan for slot in factory.slots}
     layers = tuple(built.get(plan.index, plan) for plan in resolved.layers)
     return Entrant(
@@ -181,6 +159,7 @@ def enter(subject: Subject, contender: Contender, say: Say) -> Entrant:
         sink_tokens=contender.kv.sink_tokens,
         tail_tokens=contender.kv.tail_tokens,
         calibration=calibration.source,
+        calibrated=contender.kv.calibration != "none",
     )
 
 
@@ -321,6 +300,7 @@ def _figures(
         sink_tokens=entrant.sink_tokens,
         tail_tokens=entrant.tail_tokens,
         calibration=entrant.calibration,
+        calibrated=entrant.calibrated,
         key_bits=max(packed, default=REFERENCE_BITS),
         bits_per_value=cost.bits_per_value,
         bytes_per_token=cost.bytes_per_token,

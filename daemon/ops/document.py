@@ -119,10 +119,15 @@ class Requests(TypedDict):
 
 
 class Throughput(TypedDict):
-    """Tokens, over the last minute and since the worker started."""
+    """Tokens and times to the first one, over the last minute; totals are since the worker started.
+
+    The times are null where no request got a token within the window.
+    """
 
     prompt_tps: float
     decode_tps: float
+    ttft_p50_s: float | None
+    ttft_p95_s: float | None
     window_s: int
     prompt_tokens_total: int
     generation_tokens_total: int

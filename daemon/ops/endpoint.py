@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Protocol
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
 from daemon.config.address import Endpoint, is_loopback
+from daemon.metrics.exposition import Page
 from daemon.ops.document import Document, ServerStatus
 
 
@@ -22,6 +24,9 @@ class Source(Protocol):
 
     def unready(self, names: list[str] | None) -> dict[str, str]:
         """Return why servers are not ready, by name."""
+
+    def metrics(self) -> Page:
+        """Return the metrics page."""
 
 
 class StatusEndpoint:
@@ -57,6 +62,7 @@ class StatusEndpoint:
                 web.get("/v1/servers/{name}", self._server),
                 web.get("/livez", self._livez),
                 web.get("/readyz", self._readyz),
+                web.get("/metrics", self._metrics),
             ]
         )
         return app
@@ -98,6 +104,11 @@ class StatusEndpoint:
         unready = self._source.unready(names)
         body = {"status": "unready" if unready else "ok", "unready": unready}
         return web.json_response(body, status=503 if unready else 200)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        page, accept = self._source.metrics(), request.headers.get(hdrs.ACCEPT, "")
+        written = await asyncio.to_thread(page.render, accept)  # with many servers it takes a while
+        return web.Response(body=written.body, headers={hdrs.CONTENT_TYPE: written.content_type})
 
 
 def _error(status: int, message: str, hint: str) -> web.Response:

@@ -31,6 +31,7 @@ from daemon.ops.document import (
     Throughput,
     Verdict,
 )
+from daemon.supervisor.counts import Counts
 from daemon.supervisor.plan import Fleet
 from daemon.supervisor.reload import ConfigStatus
 from daemon.supervisor.server import Desired, LastExit, Server, State
@@ -50,7 +51,11 @@ class View:
     reload_mode: str
     desired_source: Callable[[str], str]
     log_path: Callable[[str], Path]
+    log_bytes_dropped: Callable[[str], int]
+    counts: Counts
     version: str
+    mlx_version: str
+    backend: str
     pid: int
     started: float
     state_dir: Path
@@ -268,6 +273,8 @@ def _throughput(report: Report | None) -> Throughput | None:
     return {
         "prompt_tps": now.prompt_tps,
         "decode_tps": now.decode_tps,
+        "ttft_p50_s": now.ttft_p50_s,
+        "ttft_p95_s": now.ttft_p95_s,
         "window_s": 60,
         "prompt_tokens_total": now.prompt_tokens_total,
         "generation_tokens_total": now.generation_tokens_total,

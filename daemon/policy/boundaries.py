@@ -21,11 +21,12 @@ class Boundaries:
     warnings: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, request: KvRequest, arch: Architecture) -> Self:
-        """Return the boundary layers that *request* means for a model."""
+    def of(cls, request: KvRequest, arch: Architecture, *, key_means: bool) -> Self:
+        """Return the boundary layers that *request* means for a model whose *key_means* are known, or are not."""
         eligible = arch.eligible
         half = len(eligible) // 2
-        k_count = arch.boundary_k if request.boundary_k == "auto" else request.boundary_k
+        needed = 0 if key_means else arch.boundary_k
+        k_count = needed if request.boundary_k == "auto" else request.boundary_k
         asked = {"boundary_v": request.boundary_v}
         if request.boundary_k != "auto":
             asked["boundary_k"] = request.boundary_k

@@ -17,7 +17,6 @@ from daemon.errors import PolicyError
 from daemon.policy.architecture import Architecture, Layer, LayerKind
 from daemon.policy.boundaries import Boundaries
 from daemon.policy.matching import check_fold, check_pair, check_rules, check_scheme, check_tail
-from daemon.policy.rules import AllowEntry
 from daemon.policy.schemes import (
     AFFINE_GROUPS,
     DEFAULT_WINDOW,
@@ -38,6 +37,7 @@ from daemon.policy.spec import KvRequest, KvSpec, NamedPolicy
 from daemon.policy.token_budgets import TokenBudgets
 from daemon.policy.wishes import NO_CACHE, Wish, wishes
 
+EXACT_PROMPT = 2048  # tokens of a prompt that `compress: first_decode` attends to in full precision
 LOW_GAIN = 0.3  # below this share of layers that grow, quantizing them changes little
 
 _EXACT = Scheme(FP16, FP16)
@@ -98,41 +98,12 @@ def request(kv: KvSpec, policies: Mapping[str, NamedPolicy]) -> KvRequest:
         sink_tokens=_or(kv.sink_tokens, policy.sink_tokens),
         tail_tokens=window.tail_tokens,
         fold_tokens=window.fold_tokens,
+        compress=_or(kv.compress, policy.compress),
         strict=_or(kv.strict, policy.strict),
         calibration=_or(kv.calibration, "auto"),
         layers=_or(kv.layers, policy.layers),
         warnings=tuple(warnings),
     )
-
-
-def allowance(
-    model_type: str,
-    entries: Iterable[AllowEntry],
-    *,
-    fingerprint: str | None = None,
-    key_bits: float | None = None,
-) -> str | None:
-    """Return why keys of 4 bits or fewer are allowed for a model; None: they are not.
-
-    An entry for exactly this model (its *fingerprint*) comes before one for a family of them. One that
-    was measured with keys of more than *key_bits*, the fewest that are asked for, does not count.
-    """
-    by_family: str | None = None
-    for entry in entries:
-        if key_bits is not None and entry.key_bits is not None and key_bits < entry.key_bits:
-            continue
-        if fingerprint is not None and entry.fingerprint == fingerprint:
-            return entry.evidence
-        if by_family is None and entry.model_type and model_type.startswith(entry.model_type):
-            by_family = entry.evidence
-    return by_family
-
-
-def fewest_key_bits(request: KvRequest) -> float:
-    """Return the fewest bits that *request* asks for the keys of any layer, scales not counted."""
-    named = [parse_scheme(rule.mode).k for rule in request.layers if rule.mode and not rule.k]
-    named += [parse_codec(rule.k, "k") for rule in request.layers if rule.k]
-    return min(codec.bits for codec in (parse_codec(request.k, "k"), *named))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +112,8 @@ class LayerPlan:
 
     *boundary* says what a boundary layer keeps in more bits, such as `V int8`. *rotation* says how
     the vectors are rotated before they are packed: not at all under an affine scheme, nor in full
-    precision, where there is no tail either, and no sinks. *token_budget* is the most tokens that any
+    precision, where there is no tail either, and no sinks. *exact_prompt* is the number of tokens up to which
+    a prompt stays in full precision until it is decoded. *token_budget* is the most tokens that any
     token attends to there, the sinks (in full precision too) and the newest ones; None: all.
     """
 
@@ -155,6 +127,7 @@ class LayerPlan:
     tail_tokens: int = 0
     fold_tokens: int = DEFAULT_WINDOW.fold_tokens
     rotation: str | None = None
+    exact_prompt: int = 0
     token_budget: int | None = None
 
 
@@ -189,16 +162,21 @@ class ResolvedPolicy:
         return dict(Counter(plan.effective.name for plan in own))
 
 
-def resolve(request: KvRequest, arch: Architecture, *, allowed: str | None) -> ResolvedPolicy:
+def resolve(
+    request: KvRequest, arch: Architecture, *, allowed: str | None, key_means: bool = True
+) -> ResolvedPolicy:
     """Return what every layer of *arch* gets.
 
-    *allowed* is why keys of 4 bits or fewer may be used (`allowance`); None: they may not.
+    *allowed* is why keys of 4 bits or fewer may be used (`allowance`); None: they may not. *key_means*:
+    the mean of the keys is known, as it is unless a worker finds otherwise; `boundary_k: auto` is for the rest.
 
     Raises:
         PolicyError: a layer rule matches nothing, or, under `strict`, a layer would fall back.
     """
     asked, warnings = wishes(request, arch)
     plans = [_plan(wish, arch, allowed) for wish in asked]
+    if request.compress == "first_decode":
+        plans = [replace(plan, exact_prompt=EXACT_PROMPT) for plan in plans]
     budgets = TokenBudgets.of(asked, arch)
     if request.strict:
         _refuse_fallbacks([plan for plan in plans if _fell_back(plan)])
@@ -206,7 +184,7 @@ def resolve(request: KvRequest, arch: Architecture, *, allowed: str | None) -> R
     warnings += _fallback_warnings(asked, plans, arch)
     if allowed is not None and any(plan.effective.low_bit_keys for plan in plans):
         warnings.append(f"keys at 4 bits or fewer are allowed here: {allowed}")
-    boundaries = Boundaries.of(request, arch)
+    boundaries = Boundaries.of(request, arch, key_means=key_means)
     plans = [_budgeted(_raised(plan, boundaries), budgets) for plan in plans]
     plans = [_finished(plan, arch.layers[plan.index], plans) for plan in plans]
     return ResolvedPolicy(
@@ -418,7 +396,10 @@ def _raised(plan: LayerPlan, boundaries: Boundaries) -> LayerPlan:
 
 def _budgeted(plan: LayerPlan, budgets: TokenBudgets) -> LayerPlan:
     reason = "; ".join(filter(None, (plan.reason, budgets.note(plan.index))))
-    return replace(plan, token_budget=budgets.granted.get(plan.index), reason=reason or None)
+    granted = budgets.granted.get(plan.index)
+    # tokens leave a budget in whole tiles, so they have to be packed by then
+    exact_prompt = plan.exact_prompt if granted is None else 0
+    return replace(plan, token_budget=granted, exact_prompt=exact_prompt, reason=reason or None)
 
 
 def _finished(plan: LayerPlan, layer: Layer, plans: Sequence[LayerPlan]) -> LayerPlan:
@@ -433,12 +414,19 @@ def _finished(plan: LayerPlan, layer: Layer, plans: Sequence[LayerPlan]) -> Laye
             sink_tokens=0,
             tail_tokens=0,
             fold_tokens=DEFAULT_WINDOW.fold_tokens,
+            exact_prompt=0,
             token_budget=source.token_budget,
         )
     if plan.effective == _EXACT:
         sink_tokens = plan.sink_tokens if plan.token_budget else 0
         fold_tokens = DEFAULT_WINDOW.fold_tokens
-        return replace(plan, sink_tokens=sink_tokens, tail_tokens=0, fold_tokens=fold_tokens)
+        return replace(
+            plan,
+            sink_tokens=sink_tokens,
+            tail_tokens=0,
+            fold_tokens=fold_tokens,
+            exact_prompt=0,
+        )
     if plan.effective.k.affine:
         return plan
     keys, values = rotation(layer.head_dim_k), rotation(layer.head_dim_v)

@@ -242,6 +242,9 @@ class AllowEntry(RuleModel):
     key_bits: float | None = Field(
         None, description="Counts only for keys of this many bits or more; null: of any number."
     )
+    calibrated: bool = Field(
+        False, description="Counts only where the keys are calibrated, as they were when measured."
+    )
     evidence: str = Field(min_length=1, description="What was measured, by whom, with what.")
     measured: Measured | None = Field(None, description="The figures behind the evidence.")
 

@@ -39,6 +39,7 @@ class CalibrationSource(FrozenModel):
 
 
 Calibration = Literal["auto", "none"] | CalibrationSource
+Compress = Literal["chunk", "first_decode"]
 
 
 class LayerRule(FrozenModel):
@@ -108,10 +109,9 @@ class KvSpec(FrozenModel):
         description="auto | none | {text: path} | {profile: path}; statistics of the keys, measured once per model.",
     )
     budget: str | int = later("auto", "Bytes for all live KV of this server | auto | none.")
-    compress: Literal["chunk", "first_decode"] | None = Field(
+    compress: Compress | None = Field(
         None,
-        description="When prompt tokens are packed: at the end of each prefill chunk, or at the first decode step.",
-        json_schema_extra={"not_yet_available": True},
+        description="When prompt tokens are packed: at the end of each prefill chunk, or, of a prompt of up to 2048 tokens, at the first decode step.",
     )
     strict: bool | None = Field(
         None,
@@ -137,6 +137,7 @@ class NamedPolicy(FrozenModel):
     sink_tokens: Annotated[int, Field(ge=0, le=4096)] = 4
     tail_tokens: Annotated[int, Field(ge=0, le=65536)] | None = None
     fold_tokens: Annotated[int, Field(ge=32, le=65536)] | None = None
+    compress: Compress = "chunk"
     strict: bool = False
     layers: tuple[LayerRule, ...] = Field((), strict=False)
 
@@ -159,6 +160,7 @@ class KvRequest(FrozenModel):
     sink_tokens: int
     tail_tokens: int
     fold_tokens: int = 32
+    compress: Compress = "chunk"
     strict: bool
     calibration: Calibration = "auto"
     layers: tuple[LayerRule, ...] = Field((), strict=False)

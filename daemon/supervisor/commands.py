@@ -13,10 +13,12 @@ from daemon.config import diff as differ
 from daemon.config.spec import DaemonSpec
 from daemon.errors import ConfigError, Problem, TqdError, UnknownServerError
 from daemon.log import get_logger
+from daemon.metrics.exposition import Page
 from daemon.ops.document import Document, ServerStatus
+from daemon.ops.metrics import metrics
 from daemon.ops.status import View, document, server_status, unready
 from daemon.paths import StateDir
-from daemon.supervisor import events, plan
+from daemon.supervisor import environment, events, plan
 from daemon.supervisor.desired import DesiredState
 from daemon.supervisor.messages import Action, Change, Verdict
 from daemon.supervisor.reconcile import Reconciler
@@ -52,6 +54,8 @@ class DaemonCommands:
         self._desired = desired
         self._log_path = log_path
         self._version = importlib.metadata.version("tqd")
+        self._mlx_version = importlib.metadata.version("mlx")
+        self._backend = environment.backend()
         self._started = clock()
         self._log = get_logger()
 
@@ -67,6 +71,10 @@ class DaemonCommands:
     def unready(self, names: list[str] | None) -> dict[str, str]:
         """Return why servers are not ready, by name; of *names*, or of all that are meant to run."""
         return unready(self._reconciler.fleet, names)
+
+    def metrics(self) -> Page:
+        """Return the metrics page."""
+        return metrics(self._view())
 
     async def act(self, action: Action, names: Sequence[str] | None) -> Mapping[str, int]:
         """Start, stop or restart *names*, or all that are enabled; return the launch each had before."""
@@ -136,7 +144,13 @@ class DaemonCommands:
             reload_mode=daemon.reload,
             desired_source=self._desired.source,
             log_path=lambda name: self._log_path(name, daemon),
+            log_bytes_dropped=lambda name: reconciler.workers.log_bytes_dropped(
+                self._log_path(name, daemon)
+            ),
+            counts=reconciler.counts,
             version=self._version,
+            mlx_version=self._mlx_version,
+            backend=self._backend,
             pid=os.getpid(),
             started=self._started,
             state_dir=self._state.root,

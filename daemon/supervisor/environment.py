@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 from daemon.config.spec import ServerSpec
 
@@ -75,6 +76,13 @@ def openblas() -> Path | None:
     if not computes_on_cpu():
         return None
     return next((path for path in _OPENBLAS if path.exists()), None)
+
+
+def backend() -> Literal["metal", "cuda", "cpu"]:
+    """Return what workers of this machine compute on."""
+    if sys.platform == "darwin":
+        return "metal"
+    return "cpu" if computes_on_cpu() else "cuda"
 
 
 def computes_on_cpu() -> bool:

@@ -21,6 +21,7 @@ from daemon.config.prepare import PreparedServer, live_message, worker_spec
 from daemon.config.spec import DaemonSpec
 from daemon.log import get_logger
 from daemon.supervisor import events, plan
+from daemon.supervisor.counts import Counts
 from daemon.supervisor.events import Effect
 from daemon.supervisor.plan import Fleet, Told
 from daemon.supervisor.server import Address, Cause, Server, State
@@ -70,6 +71,7 @@ class Reconciler:
     ) -> None:
         self.fleet = Fleet(boot=secrets.token_hex(16), leftovers=leftovers)
         self.wanted = Wanted()
+        self.counts = Counts()
         self._sockets = sockets
         self._profiles = profiles
         self._log_path = log_path
@@ -121,7 +123,7 @@ class Reconciler:
         if job.wanted is not None:
             self.wanted = job.wanted
         self.fleet, effects = plan.step(before, job.event, self._clock())
-        self._log_changes(before)
+        self._note_changes(before)
         await self._arrange_sockets()
         for effect in effects:
             self._carry_out(effect)
@@ -181,10 +183,11 @@ class Reconciler:
         else:
             self.post(server.name, events.Unblock())
 
-    def _log_changes(self, before: Fleet) -> None:
+    def _note_changes(self, before: Fleet) -> None:
         for name, server in self.fleet.servers.items():
             earlier = before.servers.get(name)
             if earlier is not None and earlier is not server:
+                self.counts.changed(earlier, server)
                 _log_change(self._log.bind(server=name), earlier, server)
 
 

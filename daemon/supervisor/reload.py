@@ -47,6 +47,24 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Reloads:
+    """What became of the passes since the start; *succeeded_at* is in seconds since the epoch."""
+
+    applied: int = 0
+    rejected: int = 0
+    noop: int = 0
+    succeeded_at: float | None = None
+
+    def counted(self, outcome: Verdict | ConfigError, now: float) -> Reloads:
+        """Return the counts after one more pass."""
+        if isinstance(outcome, ConfigError):
+            return replace(self, rejected=self.rejected + 1)
+        if outcome.result == "unchanged":
+            return replace(self, noop=self.noop + 1, succeeded_at=now)
+        return replace(self, applied=self.applied + 1, succeeded_at=now)
+
+
+@dataclass(frozen=True, slots=True)
 class ConfigStatus:
     """What is on disk against what is in force; times are seconds since the epoch."""
 
@@ -60,6 +78,7 @@ class ConfigStatus:
     problems: tuple[Problem, ...] = ()
     warnings: tuple[str, ...] = ()
     pending: tuple[str, ...] = ()
+    reloads: Reloads = Reloads()
 
 
 class Configuration:
@@ -140,6 +159,8 @@ class Configuration:
             if asked:
                 self._busy(True)
                 verdict = await self._guarded(self._pass())
+                reloads = self.status.reloads.counted(verdict, time.time())
+                self.status = replace(self.status, reloads=reloads)
                 for waiter in asked:
                     _settle(waiter, verdict)
                 self._busy(False)

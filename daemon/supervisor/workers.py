@@ -31,6 +31,16 @@ class Report:
     ready: wire.Ready | None = None
     snapshot: wire.Snapshot | None = None
     sampled_at: float | None = None
+    counted: wire.Snapshot | None = None
+    """The newest snapshot, be it of the worker before: its counters stay until there are newer ones."""
+    requests: wire.RequestCounts | None = None
+    """The newest counts of requests; these stay likewise."""
+
+    def sample(self, snapshot: wire.Snapshot, now: float) -> None:
+        """Take in what the worker tells about this moment."""
+        self.snapshot = self.counted = snapshot
+        self.sampled_at = now
+        self.requests = snapshot.requests or self.requests
 
 
 class Workers:
@@ -76,7 +86,9 @@ class Workers:
             return
         self._register.add(spec.name, child.pid, spec.nonce)
         self._children[spec.name, spec.launch] = child
-        report = self.reports[spec.name] = Report(spec.launch)
+        before = self.reports.get(spec.name, Report(spec.launch))
+        report = Report(spec.launch, counted=before.counted, requests=before.requests)
+        self.reports[spec.name] = report
         self._log.info(
             "worker.started",
             server=spec.name,
@@ -115,6 +127,10 @@ class Workers:
         else:
             self._log.error("worker.killed", server=name, pid=child.pid)
             child.kill()
+
+    def log_bytes_dropped(self, log_path: Path) -> int:
+        """Return how much output of the log at *log_path* was lost."""
+        return self._logs.dropped_bytes(log_path)
 
     async def _attend(self, child: Child, desk: _Desk, log_path: Path) -> None:
         spec = child.spec
@@ -167,7 +183,7 @@ class _Desk:
                 report.ready = message
                 self._post(events.Ready(launch, nonce, spec_hash))
             case wire.Snapshot(generation=generation):
-                report.snapshot, report.sampled_at = message, self._clock()
+                report.sample(message, self._clock())
                 self._post(events.Beat(launch, generation))
             case wire.Ack():
                 pass

@@ -64,6 +64,7 @@ def build_app(serving: Serving, times: StreamTimes | None = None) -> web.Applica
     app.router.add_get("/readyz", ops.readyz)
     app.router.add_get("/props", ops.props)
     app.router.add_get("/v1/cache/stats", ops.cache_stats)
+    app.router.add_get("/metrics", ops.metrics)
     return app
 
 
@@ -94,8 +95,9 @@ async def _answer_every_failure(request: web.Request, handler: Handler) -> web.S
             status = response.status if tally.failure is None else tally.failure.status
             return response
         finally:
-            _count(request.app[SERVING], tally, status)
-            _log(request, tally, status)
+            endpoint = _endpoint(request)
+            _count(request.app[SERVING], endpoint, tally, status)
+            _log(request, endpoint, tally, status)
 
 
 async def _respond(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -176,7 +178,14 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
     )
 
 
-def _count(serving: Serving, tally: Tally, status: int) -> None:
+def _endpoint(request: web.Request) -> str:
+    """Return the route as registered: there are as many as the application has, whatever is asked for."""
+    resource = request.match_info.route.resource
+    return "unknown" if resource is None else resource.canonical
+
+
+def _count(serving: Serving, endpoint: str, tally: Tally, status: int) -> None:
+    serving.metrics.finished(endpoint, status, tally, time.monotonic())
     if not tally.generates:
         return
     if status == CLIENT_GONE:
@@ -187,12 +196,11 @@ def _count(serving: Serving, tally: Tally, status: int) -> None:
         serving.counters.errors += 1
 
 
-def _log(request: web.Request, tally: Tally, status: int) -> None:
+def _log(request: web.Request, endpoint: str, tally: Tally, status: int) -> None:
     """Write the one line of this request: numbers only, never text. Polled routes that succeed stay quiet."""
-    resource = request.match_info.route.resource
     fields: dict[str, object] = {
         "method": request.method,
-        "route": "unknown" if resource is None else resource.canonical,
+        "route": endpoint,
         "status": status,
         "duration_ms": round((time.monotonic() - tally.started) * 1000, 1),
     }

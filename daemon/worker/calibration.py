@@ -41,6 +41,11 @@ class Calibration:
     id: str | None = None
     problem: str | None = None
 
+    @property
+    def has_means(self) -> bool:
+        """Whether the mean is taken off the keys of some layer."""
+        return any(keys.mean is not None for keys in self.transforms.values())
+
 
 @dataclass(frozen=True)
 class Wanted:

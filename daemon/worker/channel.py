@@ -80,11 +80,12 @@ class Channel:
         )
         thread.start()
 
-    def send(self, message: Message) -> None:
-        """Queue *message*; never waits, works from any thread."""
+    def send(self, message: Message) -> bool:
+        """Queue *message*; never waits, works from any thread. False: it adds nothing to those unsent."""
         if isinstance(message, Snapshot) and self._outgoing.qsize() > _BACKLOG_LIMIT:
-            return
+            return False
         self._outgoing.put(encode(message))
+        return True
 
     def close(self, timeout_s: float) -> None:
         """Send what is queued, for *timeout_s* seconds at most."""

@@ -89,6 +89,7 @@ class MlxGeneration:
     ) -> None:
         self.request = request
         self.loop = loop
+        self.submitted_at = time.monotonic()
         self._engine = engine
         self._batches: asyncio.Queue[Sequence[TokenEvent] | None] = asyncio.Queue()
         self._ended = False
@@ -267,6 +268,7 @@ class MlxEngine:
         stats = replace(
             stats,
             generation=stats.generation + 1,
+            passed_at=time.time(),
             running=scheduler.running,
             waiting=scheduler.waiting,
             prompt_tokens_total=scheduler.prompt_tokens_total,
@@ -281,6 +283,8 @@ class MlxEngine:
                 mlx_active_bytes=mx.get_active_memory(),
                 mlx_cache_bytes=mx.get_cache_memory(),
                 mlx_peak_bytes=mx.get_peak_memory(),
+                queue_time_s=scheduler.queue_time_s.read(),
+                packing_s=scheduler.packing_s,
             )
         with self._lock:
             self._stats = stats

@@ -22,10 +22,10 @@ from daemon.cache.build import CacheFactory
 from daemon.config import wire
 from daemon.errors import PolicyError, WorkerExit, WorkerExitError
 from daemon.kernels.attention import on_this_device
-from daemon.policy.architecture import Architecture, LayerKind, read_architecture
+from daemon.policy.architecture import Architecture, read_architecture
 from daemon.policy.resolve import ResolvedPolicy, resolve
 from daemon.policy.rules import Batching, architectures
-from daemon.worker.calibration import Calibration, Wanted, calibrated
+from daemon.worker.caches import Subject, put_in_force
 from daemon.worker.kv_report import kv_report
 
 Progress = Callable[[str, float], None]
@@ -59,7 +59,8 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
     config = _read_config(folder)
     try:
         architecture = read_architecture(config)
-        resolved = resolve(spec.kv, architecture, allowed=spec.allowed_low_bit_keys)
+        # before gigabytes are read
+        resolve(spec.kv, architecture, allowed=spec.allowed_low_bit_keys)
     except PolicyError as error:
         raise WorkerExitError(
             WorkerExit.BAD_CONFIG, f"{folder.name}: {error.message}", hint=error.hint
@@ -73,19 +74,27 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
     tokenizer = _load_tokenizer(folder, spec, config)
     progress("checking the KV policy", 0.85)
     vocab_size: int = model(mx.array([[0]])).shape[-1]  # nothing is computed for a shape
-    factory = build.plan_caches(
-        model,
-        [plan for plan in resolved.layers if plan.kind != LayerKind.SHARED],
+    caches = put_in_force(
+        Subject(
+            name=folder.name,
+            model=model,
+            tokenizer=tokenizer,
+            architecture=architecture,
+            vocab_size=vocab_size,
+            fingerprint=spec.fingerprint,
+            profiles=Path(spec.profiles) if spec.profiles else None,
+        ),
+        spec.kv,
+        allowed=spec.allowed_low_bit_keys,
         batching=architecture.batching,
+        progress=lambda share: progress("measuring the keys (once per model)", 0.85 + 0.15 * share),
     )
-    factory = _probed(folder, model, factory, vocab_size)
-    calibration = _calibration(spec, architecture, model, tokenizer, factory, progress)
-    factory = factory.calibrated(calibration.transforms, calibration.id)
+    resolved, factory = caches.resolved, caches.factory
     cost = build.measure(model, factory, vocab_size)
     attention = on_this_device()
     chosen = backends.choices(model, factory, attention)
     factory = factory.attended_by(attention)
-    report = kv_report(spec.kv, resolved, factory, chosen, cost, calibration)
+    report = kv_report(spec.kv, resolved, factory, chosen, cost, caches.calibration)
     if spec.kv.strict:
         _refuse_fallbacks(resolved, factory)
         _refuse_lost_budgets(resolved, factory)
@@ -191,39 +200,6 @@ def _load_tokenizer(folder: Path, spec: wire.WorkerSpec, config: dict[str, Any])
                 WorkerExit.BAD_CONFIG, f"cannot read the chat template {path}: {_one_line(error)}"
             ) from error
     return tokenizer
-
-
-def _probed(folder: Path, model: Any, factory: CacheFactory, vocab_size: int) -> CacheFactory:
-    try:
-        return build.probe(model, factory, vocab_size)
-    except Exception as error:
-        raise WorkerExitError(
-            WorkerExit.BAD_CONFIG, f"mlx-lm cannot run {folder.name} here: {_one_line(error)}"
-        ) from error
-
-
-def _calibration(
-    spec: wire.WorkerSpec,
-    architecture: Architecture,
-    model: Any,
-    tokenizer: Any,
-    factory: CacheFactory,
-    progress: Progress,
-) -> Calibration:
-    wanted = Wanted(
-        setting=spec.kv.calibration,
-        fingerprint=spec.fingerprint,
-        folder=Path(spec.profiles) if spec.profiles else None,
-        strict=spec.kv.strict,
-        head_dims={layer.index: layer.head_dim_k for layer in architecture.layers},
-    )
-    return calibrated(
-        model,
-        tokenizer,
-        factory,
-        wanted,
-        lambda share: progress("measuring the keys (once per model)", 0.85 + 0.15 * share),
-    )
 
 
 def _refuse_fallbacks(resolved: ResolvedPolicy, factory: CacheFactory) -> None:

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from daemon.config.wire import Histogram
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -48,9 +50,13 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The engine's numbers at one moment; counters grow from the start of the worker."""
+    """The engine's numbers at one moment; counters grow from the start of the worker.
+
+    *passed_at* is when the loop last passed, in seconds since the epoch.
+    """
 
     generation: int = 0
+    passed_at: float | None = None
     running: int = 0
     waiting: int = 0
     prompt_tokens_total: int = 0
@@ -60,6 +66,8 @@ class EngineStats:
     mlx_active_bytes: int = 0
     mlx_cache_bytes: int = 0
     mlx_peak_bytes: int = 0
+    queue_time_s: Histogram | None = None
+    packing_s: float | None = None
 
 
 class QueueFullError(Exception):

@@ -5,14 +5,19 @@ Runs on the MLX thread. It knows requests and rows; threads, loops and clients a
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, StopSequences
 
+from daemon.metrics import catalogue
+from daemon.metrics.histogram import Observations
 from daemon.worker.model import LoadedModel
+from daemon.worker.packing_time import PackingTime, packed_rows
 from daemon.worker.requests import GenerationRequest, TokenEvent
 from daemon.worker.sampling import make_logits_processors, make_sampler
 
@@ -29,6 +34,11 @@ class Owner(Protocol):
         """What was asked for."""
         ...
 
+    @property
+    def submitted_at(self) -> float:
+        """When it was asked for, on the monotonic clock."""
+        ...
+
 
 OwnerT = TypeVar("OwnerT", bound=Owner)
 
@@ -39,6 +49,9 @@ class Scheduler(Generic[OwnerT]):
     def __init__(self, loaded: LoadedModel, max_concurrent: int) -> None:
         self.prompt_tokens_total = 0
         self.generation_tokens_total = 0
+        packs = any(slot.packed and slot.row().packs for slot in loaded.factory.slots)
+        self._packing = PackingTime() if packs else None
+        self.queue_time_s = Observations(catalogue.REQUEST_S)
         self._line: deque[OwnerT] = deque()
         self._rows: dict[int, OwnerT] = {}
         self._prompt_done: dict[int, int] = {}  # tokens read of each prompt that is being read
@@ -56,6 +69,11 @@ class Scheduler(Generic[OwnerT]):
         )
         # it has just wired the recommended maximum of the whole machine for this one process: undo that
         self._generator.close()
+
+    @property
+    def packing_s(self) -> float | None:
+        """Seconds that packing has taken, estimated; None where nothing is ever packed."""
+        return None if self._packing is None else self._packing.seconds
 
     @property
     def running(self) -> int:
@@ -104,7 +122,7 @@ class Scheduler(Generic[OwnerT]):
             self._insert(self._line.popleft())
         if not self._rows:
             return {}
-        progress, responses = self._generator.next()
+        progress, responses = self._next()
         self._count_prompt_tokens(progress)
         delivery: dict[OwnerT, list[TokenEvent]] = {}
         for response in responses:
@@ -114,6 +132,33 @@ class Scheduler(Generic[OwnerT]):
                 del self._rows[response.uid]
         self.generation_tokens_total += len(responses)
         return delivery
+
+    def _next(self) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Run the generator's next step, and count the time that packing takes."""
+        if self._packing is None:
+            step: tuple[Sequence[Any], Sequence[Any]] = self._generator.next()
+            return step
+        decoding = packed_rows(self._generator._generation_batch.prompt_cache)
+        reading = packed_rows(self._generator._prompt_batch.prompt_cache)
+        # a prompt that is kept exact is not due before it is decoded
+        early = [[row for row in layer if not row.exact_prompt] for layer in reading]
+        layers = zip_longest(decoding, early, fillvalue=())
+        self._packing.sample([[*first, *second] for first, second in layers])
+        before = self._packed_tokens()
+        step = self._generator.next()
+        after = self._packed_tokens()
+        self._packing.count(sum(count - before.get(uid, 0) for uid, count in after.items()))
+        return step
+
+    def _packed_tokens(self) -> dict[int, int]:
+        """Return how many tokens of each row are packed, as its first packed layer has it."""
+        found: dict[int, int] = {}
+        for batch in (self._generator._prompt_batch, self._generator._generation_batch):
+            for layer in packed_rows(batch.prompt_cache)[:1]:
+                found |= {
+                    uid: row.packed_tokens for uid, row in zip(batch.uids, layer, strict=False)
+                }
+        return found
 
     def _count_prompt_tokens(self, progress: Sequence[Any]) -> None:
         """Count prompt tokens as they are read, so that an aborted prompt counts only as far as it came."""
@@ -139,6 +184,7 @@ class Scheduler(Generic[OwnerT]):
 
     def _insert(self, generation: OwnerT) -> None:
         request = generation.request
+        self.queue_time_s.observe(time.monotonic() - generation.submitted_at)
         (uid,) = self._generator.insert(
             [list(request.prompt)],
             max_tokens=[request.max_tokens],

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from aiohttp import web
 
-from daemon.config.wire import Ack, Drain, Fatal, Live, Progress, Ready, WorkerSpec
+from daemon.config.wire import Ack, Drain, Fatal, Live, Progress, Ready, RequestCounts, WorkerSpec
 from daemon.errors import PolicyError, WorkerExit, WorkerExitError
 from daemon.log import get_logger
 from daemon.worker.app import build_app
@@ -63,6 +63,7 @@ class Worker:
         self._ending = asyncio.Event()
         self._ended = threading.Event()
         self._fatal: Fatal | None = None
+        self._told: RequestCounts | None = None
 
     async def run(self) -> int:
         """Serve until there is a reason to end; return the exit code."""
@@ -74,6 +75,8 @@ class Worker:
             await self._ending.wait()
             await self._drain()
             life.cancel()
+        if self._serving.loaded is not None:
+            self._push()  # what the drain has finished counts too
         await runner.cleanup()
         await self._close_engine()
         self._ended.set()
@@ -130,8 +133,15 @@ class Worker:
             )
         )
         while True:
-            self._channel.send(self._serving.snapshot())
+            self._push()
             await asyncio.sleep(SNAPSHOT_S)
+
+    def _push(self) -> None:
+        """Push a snapshot; the counts of requests only where they have changed, so that idle workers cost little."""
+        now = self._serving.snapshot()
+        news = now if now.requests != self._told else now.model_copy(update={"requests": None})
+        if self._channel.send(news):
+            self._told = now.requests
 
     def _load(self) -> LoadedEngine:
         return self._loader(self._spec, progress=self._progressed, on_failure=self._engine_failed)

@@ -21,6 +21,7 @@ from daemon.config.spec import ServerSpec
 from daemon.config.wire import KvReport, Live, ModelReport, Snapshot, WorkerSpec
 from daemon.worker.api import errors
 from daemon.worker.api.prompts import Prompts, Tokenizer
+from daemon.worker.metrics import RequestMetrics
 from daemon.worker.requests import Engine, EngineStats
 from daemon.worker.vocabulary import Vocabulary
 
@@ -128,6 +129,7 @@ class Serving:
         self.phase = Phase.LOADING
         self.progress: tuple[str, float] = ("starting", 0.0)
         self.counters = Counters()
+        self.metrics = RequestMetrics(RATE_WINDOW_S)
         self.created = int(time.time())
         self.interrupted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._model: Model | None = None
@@ -255,7 +257,7 @@ class Serving:
         return time.monotonic() - self._moved_at > self.server.probe.stall
 
     def snapshot(self) -> Snapshot:
-        """Return the numbers of this moment; called once a second."""
+        """Return the numbers of this moment; called once a second, and for each scrape."""
         stats = self.stats()
         now = time.monotonic()
         if stats.generation != self._generation:
@@ -263,6 +265,7 @@ class Serving:
         prompt_tps, decode_tps = self._rates.sample(
             now, stats.prompt_tokens_total, stats.generation_tokens_total
         )
+        ttft_s = self.metrics.ttft_quantiles(now, (0.5, 0.95)) or (None, None)
         return Snapshot(
             generation=stats.generation,
             running=stats.running,
@@ -280,6 +283,11 @@ class Serving:
             mlx_active_bytes=stats.mlx_active_bytes,
             mlx_cache_bytes=stats.mlx_cache_bytes,
             mlx_peak_bytes=stats.mlx_peak_bytes,
+            kv_packing_s=stats.packing_s,
+            passed_at=stats.passed_at,
+            ttft_p50_s=ttft_s[0],
+            ttft_p95_s=ttft_s[1],
+            requests=self.metrics.read(stats.queue_time_s),
         )
 
     def state(self) -> Mapping[str, object]:

@@ -95,7 +95,7 @@ def main() -> int:
 def measure(model: Any, name: str, context: int, arguments: argparse.Namespace) -> list[Figure]:
     """Return the figures of every cache of *model* with *context* tokens in it."""
     filled = _filled(model, context)
-    transforms = {} if arguments.plain_keys else _transforms(model)
+    transforms = {} if arguments.plain_keys else key_transforms(model)
     caches = {STOCK: filled}
     for label, bits in STOCK_QUANTIZED.items():
         caches[label] = [cache.to_quantized(group_size=64, bits=bits) for cache in filled]
@@ -168,7 +168,7 @@ def _filled(model: Any, context: int) -> list[KVCache]:
     return made
 
 
-def _transforms(model: Any) -> dict[int, KeyTransform]:
+def key_transforms(model: Any) -> dict[int, KeyTransform]:
     """Return key transforms with random statistics and the layers' own rotary embedding, which is the same in all."""
     transforms = {}
     heads, dim = _filled(model, 1)[0].keys.shape[1::2]

@@ -12,6 +12,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from daemon.cache import build
 from daemon.cache.latent import LatentCache
 from daemon.cache.sequence import SequenceCache
+from daemon.kernels import packing
 from daemon.policy.architecture import LayerKind
 from daemon.policy.resolve import LayerPlan
 from daemon.policy.schemes import parse_scheme
@@ -139,6 +140,26 @@ def test_logits_of_packed_caches_stay_close_to_exact_ones(
     exact, packed = results
     error = mx.linalg.norm((packed - exact).flatten()) / mx.linalg.norm(exact.flatten())
     assert 0 < error.item() < 0.1
+
+
+def test_the_probe_attends_to_packed_tokens_however_long_the_tail_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A fault that only packed tokens show must not wait for the first long request."""
+    model = tiny("llama")
+    layers = [
+        replace(plan, sink_tokens=64, tail_tokens=256, fold_tokens=128, exact_prompt=2048)
+        for plan in plans(4)
+    ]
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no packed attention today")
+
+    monkeypatch.setattr(packing, "unpack", fail)
+    factory = build.probe(model, build.plan_caches(model, layers), VOCAB)
+
+    assert not factory.any_packed
+    assert "no packed attention today" in (factory.plans[0].reason or "")
 
 
 def test_a_failing_probe_falls_back_with_a_reason() -> None:

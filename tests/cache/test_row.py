@@ -299,3 +299,59 @@ def test_a_mask_hides_tokens_wherever_they_are_stored(length: int) -> None:
 def test_an_empty_row_cannot_be_attended_to() -> None:
     with pytest.raises(ValueError, match="empty row"):
         Row(parse_scheme("int8"), sink_tokens=4, tail_tokens=32).stored()
+
+
+def exact_prompt_row() -> Row:
+    return Row(parse_scheme("turbo3v3"), sink_tokens=4, tail_tokens=32, exact_prompt=256)
+
+
+def test_a_short_prompt_is_attended_to_exactly_until_it_is_decoded() -> None:
+    keys, values = tokens(202)
+    row, exact = exact_prompt_row(), Row(SCHEMES["fp16"], sink_tokens=0, tail_tokens=0)
+    queries = mx.random.normal((2 * HEADS, 100, DIM_K), key=mx.random.key(7))
+    for start in (0, 100):
+        for each in (row, exact):
+            each.append(keys[:, start : start + 100], values[:, start : start + 100])
+        assert row.packed_tokens == 0
+        got, expected = (
+            reference.attend(queries, each.stored(), 0.2, None, None) for each in (row, exact)
+        )
+        assert mx.array_equal(got, expected)
+
+    for at in (200, 201):
+        row.append(keys[:, at : at + 1], values[:, at : at + 1])
+
+    assert row.packed_tokens == 160
+
+
+def test_a_prompt_that_is_too_long_is_packed_while_it_is_read() -> None:
+    keys, values = tokens(400)
+    row = exact_prompt_row()
+    for start in range(0, 400, 100):
+        row.append(keys[:, start : start + 100], values[:, start : start + 100])
+
+    assert row.packed_tokens == 160
+
+
+def test_when_a_prompt_is_packed_does_not_change_what_it_is_packed_to() -> None:
+    keys, values = tokens(201)
+    rows = [exact_prompt_row(), Row(parse_scheme("turbo3v3"), sink_tokens=4, tail_tokens=32)]
+    for row in rows:
+        for start, end in ((0, 100), (100, 200), (200, 201)):
+            row.append(keys[:, start:end], values[:, start:end])
+        row.pack()
+
+    first, second = (row.stored().tiles_in_use() for row in rows)
+
+    assert mx.array_equal(first, second)
+
+
+def test_an_exact_prompt_and_a_token_budget_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match="packs its prompt"):
+        Row(
+            SCHEMES["int8"],
+            sink_tokens=4,
+            tail_tokens=32,
+            exact_prompt=256,
+            token_budget=256,
+        )

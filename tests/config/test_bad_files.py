@@ -129,7 +129,6 @@ EXPECTED = {
         '11:20: servers.chat.prompt_cache.capacity: not yet available',
         '11:65: servers.chat.prompt_cache.snapshots.max_entries: not yet available',
         '12:10: servers.chat.kv.budget: not yet available',
-        '12:24: servers.chat.kv.compress: not yet available',
     ],
     'only_comments': [
         'the file is empty',

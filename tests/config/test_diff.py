@@ -142,7 +142,7 @@ OTHER_VALUES = {
     "chat_template": "t", "python": "p", "env": "{A: b}", "labels": "{a: b}",
     "kv.policy": "quality", "kv.mode": "int8", "kv.k": "int8", "kv.v": "int8", "kv.cache_type_k": "int8",
     "kv.cache_type_v": "int8", "kv.boundary_v": "1", "kv.boundary_mode": "fp16", "kv.boundary_k": "1",
-    "kv.sink_tokens": "8", "kv.tail_tokens": "64", "kv.fold_tokens": "128", "kv.strict": "true", "kv.calibration.text": "./t", "kv.calibration.profile": "./p", "kv.layers": "[{match: all, mode: fp16}]",
+    "kv.sink_tokens": "8", "kv.tail_tokens": "64", "kv.fold_tokens": "128", "kv.compress": "first_decode", "kv.strict": "true", "kv.calibration.text": "./t", "kv.calibration.profile": "./p", "kv.layers": "[{match: all, mode: fp16}]",
     "restart.policy": "never", "restart.max": "1", "restart.window": "1m", "restart.backoff": "[2s, 3s]",
     "restart.stable_after": "1m", "probe.interval": "1s", "probe.stall": "1s", "probe.load_stall": "1s",
     "drain_timeout": "1s", "stop_grace": "1s",
@@ -151,7 +151,7 @@ OTHER_VALUES = {
 
 def settable() -> set[str]:
     """The keys that a file can set to something else today; `enabled` has tests of its own."""
-    later = {"kv.compress", "kv.budget"}
+    later = {"kv.budget"}
     return {
         path
         for path, key in walk(ServerSpec)

@@ -92,7 +92,7 @@ def test_kernels_that_agree_with_the_reference_run(asked: Case) -> None:
     ("spoil", "reason"),
     [
         (not_compiled, r"^the cuda kernels fail on this device \(RuntimeError: \[cuda\] nvrtc: error: identifier is undefined\)$"),
-        (lambda out: out * 1.01, r"^the cuda kernels disagree with the reference on this device \(by 1\.\d\d%\)$"),
+        (lambda out: out * 1.01, r"^the cuda kernels disagree with the reference on this device \(by (0\.9|1\.0)\d%\)$"),
         (lambda out: mx.where(mx.arange(64) == 3, mx.nan, out), "^the cuda kernels give numbers that are not finite"),
         (lambda out: mx.where(mx.arange(64) == 3, mx.inf, out), "^the cuda kernels give numbers that are not finite"),
         (lambda out: out.astype(mx.float32), r"^the cuda kernels return mlx.core.float32\(4, 1, 64\) instead of"),

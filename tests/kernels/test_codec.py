@@ -50,16 +50,46 @@ def test_inner_product_with_the_stored_vector_is_unbiased(kind: Codec) -> None:
     )
 
 
+def cosines(u: np.ndarray, codes: np.ndarray, centroids: np.ndarray) -> np.ndarray:
+    c = centroids[codes]
+    return (u * c).sum(-1) / np.linalg.norm(u, axis=-1) / np.linalg.norm(c, axis=-1)
+
+
 @pytest.mark.parametrize("kind", TURBO)
-def test_codes_are_the_nearest_centroids(kind: Codec) -> None:
+def test_codes_are_the_nearest_centroids_of_the_stretch_with_the_smallest_angle(
+    kind: Codec,
+) -> None:
     x = vectors(50, 64)
-    z = np.array(rotation.rotate(x, "k"))[0]
+    z = np.array(rotation.rotate(x, "k"))[0].astype(np.float64)
     u = z * 8 / np.linalg.norm(z, axis=-1, keepdims=True)
     centroids = codebook.centroids(kind.bits, 64)
+    candidates = np.stack(
+        [np.abs(u[..., None] * a - centroids).argmin(-1) for a in codec.STRETCHES]
+    )
+    angles = np.stack([cosines(u, codes, centroids) for codes in candidates])
 
     codes = np.array(codec.encode(x, kind, "k")[0])[0]
 
-    assert np.array_equal(codes, np.abs(u[..., None] - centroids).argmin(-1))
+    assert (codes == candidates).all(-1).any(0).all()
+    assert np.abs(cosines(u, codes, centroids) - angles.max(0)).max() < 1e-6
+
+
+@pytest.mark.parametrize(("kind", "dim", "share"), [(TURBO3, 64, 0.93), (TURBO4, 64, 0.83), (TURBO4, 128, 0.89), (TURBO5, 64, 0.78)])  # fmt: skip
+def test_the_stretch_takes_a_share_off_the_error_of_plain_rounding(
+    kind: Codec, dim: int, share: float
+) -> None:
+    x = vectors(1024, dim)
+    z = np.array(rotation.rotate(x, "v"))[0].astype(np.float64)
+    u = z * dim**0.5 / np.linalg.norm(z, axis=-1, keepdims=True)
+    centroids = codebook.centroids(kind.bits, dim)
+    plain = np.searchsorted((centroids[1:] + centroids[:-1]) / 2, u)
+
+    codes = np.array(codec.encode(x, kind, "v")[0])[0]
+
+    def lost(these: np.ndarray) -> float:
+        return float((1 - cosines(u, these, centroids) ** 2).mean())
+
+    assert lost(codes) < share * lost(plain)
 
 
 @pytest.mark.parametrize("kind", [*ERROR, *AFFINE])

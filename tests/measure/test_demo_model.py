@@ -10,7 +10,7 @@ import pytest
 from daemon.config.locate import Located, fingerprint
 from daemon.errors import TqdError
 from daemon.measure import demo_model
-from daemon.policy.resolve import allowance
+from daemon.policy.evidence import allowance
 from daemon.policy.store import load_allowlist
 
 

@@ -14,6 +14,7 @@ from daemon.config.spec import ServerSpec
 from daemon.errors import Problem
 from daemon.ops.status import View
 from daemon.policy.spec import KvRequest
+from daemon.supervisor.counts import Counts
 from daemon.supervisor.plan import Fleet
 from daemon.supervisor.reload import ConfigStatus
 from daemon.supervisor.server import (
@@ -91,7 +92,11 @@ def view() -> View:
         reload_mode="auto",
         desired_source=lambda name: "config",
         log_path=lambda name: Path(f"/logs/{name}.log"),
+        log_bytes_dropped=lambda name: 512 if name == "code" else 0,
+        counts=Counts(),
         version="1.2.3",
+        mlx_version="0.0.1",
+        backend="cpu",
         pid=42,
         started=400.0,
         state_dir=Path("/state"),

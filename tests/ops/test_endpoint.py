@@ -7,8 +7,10 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from daemon.config.address import Endpoint
+from daemon.metrics.exposition import Page
 from daemon.ops.document import Document, ServerStatus
 from daemon.ops.endpoint import StatusEndpoint
+from daemon.ops.metrics import metrics
 from daemon.ops.status import View, document, server_status, unready
 
 
@@ -22,6 +24,9 @@ class FakeSource:
     def server(self, name: str) -> ServerStatus | None:
         server = self._view.fleet.servers.get(name)
         return None if server is None else server_status(self._view, server)
+
+    def metrics(self) -> Page:
+        return metrics(self._view)
 
     def unready(self, names: list[str] | None) -> dict[str, str]:
         return unready(self._view.fleet, names)

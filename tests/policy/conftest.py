@@ -64,7 +64,10 @@ def policies() -> dict[str, NamedPolicy]:
 def resolved(policies: dict[str, NamedPolicy]) -> Callable[..., ResolvedPolicy]:
     """Return the resolution of a `kv` block for an architecture."""
 
-    def run(arch: Architecture, allowed: str | None = None, **keys: Any) -> ResolvedPolicy:
-        return resolve(request(KvSpec(**keys), policies), arch, allowed=allowed)
+    def run(
+        arch: Architecture, allowed: str | None = None, key_means: bool = True, **keys: Any
+    ) -> ResolvedPolicy:
+        asked = request(KvSpec(**keys), policies)
+        return resolve(asked, arch, allowed=allowed, key_means=key_means)
 
     return run

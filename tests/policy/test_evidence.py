@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from daemon.policy import evidence
-from daemon.policy.resolve import allowance
+from daemon.policy.evidence import allowance
 from daemon.policy.rules import AllowEntry, Gate, Measured
 from daemon.policy.store import load_allowlist, load_gate
 
@@ -42,7 +42,7 @@ def test_the_shipped_gate_says_where_it_comes_from() -> None:
 
 
 def test_an_entry_survives_its_file_and_allows_its_model(tmp_path: Path) -> None:
-    made = evidence.entry("abc", 4, measured())
+    made = evidence.entry("abc", 4, measured(), calibrated=True)
     path = tmp_path / "allowlist.yaml"
     path.write_text(evidence.to_yaml([made]), encoding="utf-8")
     entries = load_allowlist(path)
@@ -55,18 +55,36 @@ def test_an_entry_survives_its_file_and_allows_its_model(tmp_path: Path) -> None
 
 def test_a_measurement_allows_no_fewer_bits_than_it_had() -> None:
     """2-bit keys diverge a hundred times more than the 4-bit ones that were measured."""
-    entries = [evidence.entry("abc", 4, measured())]
+    entries = [evidence.entry("abc", 4, measured(), calibrated=True)]
     allowed = {
         bits: allowance("llama", entries, fingerprint="abc", key_bits=bits) for bits in (2, 3.5, 4)
     }
     assert [bits for bits, why in allowed.items() if why] == [4]
 
 
+def test_a_measurement_of_calibrated_keys_says_nothing_of_uncalibrated_ones() -> None:
+    entries = [
+        evidence.entry("calibrated", 4, measured(), calibrated=True),
+        evidence.entry("plain", 4, measured(), calibrated=False),
+    ]
+
+    def allowed(fingerprint: str, calibrated: bool) -> bool:
+        said = allowance("llama", entries, fingerprint=fingerprint, calibrated=calibrated)
+        return said is not None
+
+    assert allowed("calibrated", calibrated=True)
+    assert not allowed("calibrated", calibrated=False)
+    assert allowed("plain", calibrated=True)
+    assert allowed("plain", calibrated=False)
+
+
 def test_measuring_again_replaces_the_entry_of_the_same_policy_only() -> None:
     handwritten = AllowEntry(fingerprint="abc", evidence="by hand")
     entries: tuple[AllowEntry, ...] = (handwritten,)
     for policy, bits in (("turbo4v4", 4), ("turbo3v3", 3), ("turbo4v4", 4)):
-        entries = evidence.with_entry(entries, evidence.entry("abc", bits, measured(policy)))
+        entries = evidence.with_entry(
+            entries, evidence.entry("abc", bits, measured(policy), calibrated=True)
+        )
     assert handwritten in entries
     policies = [entry.measured.policy for entry in entries if entry.measured]
     assert sorted(policies) == ["turbo3v3", "turbo4v4"]

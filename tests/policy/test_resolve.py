@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from daemon.errors import PolicyError
 from daemon.policy.architecture import Architecture, Layer, LayerKind
-from daemon.policy.resolve import ResolvedPolicy, allowance, request, resolve, rotation
+from daemon.policy.evidence import allowance
+from daemon.policy.resolve import ResolvedPolicy, request, resolve, rotation
 from daemon.policy.rules import AllowEntry
 from daemon.policy.spec import KvRequest, KvSpec, LayerRule, NamedPolicy
 from daemon.policy.store import load_allowlist
@@ -445,10 +446,10 @@ class TestBoundaries:
             "boundary_v: 9 layers at each end are more than half of 5; 2 used",
         )
 
-    def test_auto_protects_keys_only_where_the_family_asks(
+    def test_auto_protects_keys_only_where_the_family_asks_and_their_mean_is_unknown(
         self, resolved: Resolved, plain: Plain
     ) -> None:
-        kv = {"allowed": "measured", "mode": "turbo4v4"}
+        kv = {"allowed": "measured", "mode": "turbo4v4", "key_means": False}
         assert effective(resolved(plain("ffff", boundary_k=1), **kv)) == [
             "turbo8v4", "turbo4v4", "turbo4v4", "turbo8v4",
         ]  # fmt: skip
@@ -456,6 +457,8 @@ class TestBoundaries:
         assert set(effective(resolved(plain("ffff", boundary_k=1), **kv, boundary_k=0))) == {
             "turbo4v4"
         }
+        known = {**kv, "key_means": True}
+        assert set(effective(resolved(plain("ffff", boundary_k=1), **known))) == {"turbo4v4"}
 
     def test_a_boundary_is_no_fallback(self, resolved: Resolved, plain: Plain) -> None:
         policy = resolved(plain("ffff"), boundary_v=1, boundary_mode="int8", strict=True)

@@ -176,6 +176,7 @@ async def test_properties_and_cache_stats_tell_the_effective_kv_mode() -> None:
         assert stats["prompt_cache"] == {"enabled": False}
         assert stats["kv"]["bytes_per_token"] == 100.0
         assert stats["kv"]["bytes"] == 0
+        assert (props["kv"]["bytes"], props["kv"]["tokens"]) == (0, 0)
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT, *GUARDED])

@@ -162,3 +162,18 @@ def test_a_machine_that_is_too_slow_serves_uncalibrated(
 
     assert loaded.kv_report.warnings[-1] == "calibration failed: it took too long"
     assert not list(profiles.glob("*.safetensors"))
+
+
+def test_boundary_keys_are_protected_only_where_no_mean_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_tiny_model(tmp_path / "qwen", family="qwen2", num_hidden_layers=5)
+    spec = spec_for(folder, None, calibration="none", k="turbo5", v="turbo4")
+
+    from_checkpoint = load(spec).kv_report
+    monkeypatch.setattr(calibrate, "checkpoint_means", lambda *_: {})
+    without = load(spec).kv_report
+
+    assert from_checkpoint.effective == {"turbo5v4": 5}
+    assert without.effective == {"turbo8v4": 4, "turbo5v4": 1}
+    assert "boundary layer: K int8" in str(without.layers[0].reason)

@@ -71,6 +71,26 @@ async def test_rows_of_a_batch_get_the_tokens_they_get_alone(loaded: LoadedEngin
     assert [events[-1].finish for events in together] == ["length"] * 3
 
 
+async def test_timing_a_fold_changes_no_token_and_the_time_grows(loaded: LoadedEngine) -> None:
+    long = replace(request(4, 150), max_tokens=80)
+    answers = [await tokens_of(loaded, long) for _ in range(3)]
+    assert answers[0] == answers[1] == answers[2]
+    await until(lambda: loaded.engine.stats().running == 0)
+    spent_s = loaded.engine.stats().packing_s or 0.0
+    assert spent_s > 0
+    await tokens_of(loaded, long)
+    await until(lambda: (loaded.engine.stats().packing_s or 0.0) > spent_s)
+
+
+async def test_the_time_in_the_line_is_observed_for_every_request(loaded: LoadedEngine) -> None:
+    def admitted() -> int:
+        return sum(counts.counts if (counts := loaded.engine.stats().queue_time_s) else ())
+
+    before = admitted()
+    await asyncio.gather(*(tokens_of(loaded, request(seed)) for seed in range(4)))
+    await until(lambda: admitted() == before + 4)
+
+
 async def test_more_requests_than_rows_wait_their_turn(loaded: LoadedEngine) -> None:
     results = await asyncio.gather(*(tokens_of(loaded, request(seed)) for seed in range(5)))
 

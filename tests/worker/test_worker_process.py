@@ -230,6 +230,23 @@ def test_snapshots_count_what_happened() -> None:
         assert snapshot.errors_total == snapshot.rejected_total == snapshot.cancelled_total == 0
 
 
+def test_counts_of_requests_are_pushed_when_they_change_and_once_more_at_the_end() -> None:
+    """An idle worker costs the supervisor little, and what a drain finishes is not lost."""
+    with ready_child(worker_spec(labels={"step_s": "0.02"})) as worker:
+        first, second = worker.receive(), worker.receive()
+        assert isinstance(first, Snapshot)
+        assert isinstance(second, Snapshot)
+        assert first.requests is not None
+        assert (first.requests.answered, second.requests) == ({}, None)
+        response = start_stream(worker, HELLO)
+        worker.send(Drain(timeout_s=20))
+        response.read()
+        assert worker.exit_code() == 0
+        told = [it for it in iter(worker.receive, None) if isinstance(it, Snapshot) and it.requests]
+        assert told[-1].requests is not None
+        assert told[-1].requests.answered == {CHAT: {"200": 1}}
+
+
 def test_a_worker_outlives_the_reader_of_its_output() -> None:
     with ready_child(worker_spec()) as worker:
         assert worker.process.stderr is not None

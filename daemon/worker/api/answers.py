@@ -25,8 +25,25 @@ Document = Mapping[str, object]
 
 
 @dataclass(slots=True)
+class Pace:
+    """When the tokens of one sequence came, on the monotonic clock."""
+
+    first_at: float
+    last_at: float
+    later_tokens: int = 0
+    """Those that came after the first batch."""
+
+    @property
+    def token_s(self) -> float | None:
+        """Mean time of a later token; None before there is one."""
+        if not self.later_tokens:
+            return None
+        return (self.last_at - self.first_at) / self.later_tokens
+
+
+@dataclass(slots=True)
 class Tally:
-    """What the log line of a request says; *started* is on the monotonic clock."""
+    """What the log and the metrics say of a request; *started* is on the monotonic clock."""
 
     started: float = field(default_factory=time.monotonic)
     generates: bool = False
@@ -34,13 +51,23 @@ class Tally:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     ttft_s: float | None = None
+    paces: dict[int, Pace] = field(default_factory=dict)
     failure: ApiError | None = None
 
-    def count(self, tokens: int) -> None:
-        """Count *tokens* generated ones; the first stop the clock of the TTFT."""
+    def count(self, index: int, tokens: int) -> None:
+        """Count *tokens* generated ones of sequence *index*; the first stop the clock of the TTFT."""
+        if not tokens:
+            return
+        now = time.monotonic()
         self.completion_tokens += tokens
-        if self.ttft_s is None and tokens:
-            self.ttft_s = time.monotonic() - self.started
+        if self.ttft_s is None:
+            self.ttft_s = now - self.started
+        pace = self.paces.get(index)
+        if pace is None:
+            self.paces[index] = Pace(now, now)
+        else:
+            pace.last_at = now
+            pace.later_tokens += tokens
 
 
 TALLY = web.RequestKey("tally", Tally)
@@ -134,7 +161,7 @@ async def _receive(run: Run, job: Job, tally: Tally) -> tuple[int, Piece]:
     index, batch = await run.receive()
     before = job.texts[index].tokens
     piece = job.texts[index].feed(batch)
-    tally.count(job.texts[index].tokens - before)
+    tally.count(index, job.texts[index].tokens - before)
     if piece.finish is not None:
         run.end(index)
     return index, piece

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 from datetime import UTC, datetime
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
+from daemon.metrics import worker as worker_series
+from daemon.metrics.exposition import Page
 from daemon.policy.schemes import REFERENCE_BITS, Scheme, parse_codec
 from daemon.worker.api.body import reply
 from daemon.worker.api.openai import GenerationBody, sampling
@@ -74,6 +76,7 @@ async def props(request: web.Request) -> web.Response:
     """GET /props: llama.cpp's properties that hold here, and the effective KV mode."""
     serving = request.app[SERVING]
     loaded = serving.model.loaded
+    stats = serving.stats()
     defaults = sampling(GenerationBody(), serving.server.sampling, loaded.vocab_size)
     return reply(
         {
@@ -98,7 +101,11 @@ async def props(request: web.Request) -> web.Response:
             "modalities": {"vision": False, "audio": False},
             "build_info": f"tqd-{importlib.metadata.version('tqd')}",
             **_kv_modes(serving),
-            "kv": loaded.kv.model_dump(mode="json"),
+            "kv": {
+                **loaded.kv.model_dump(mode="json"),
+                "bytes": stats.kv_bytes,
+                "tokens": stats.kv_tokens,
+            },
         }
     )
 
@@ -122,6 +129,21 @@ async def cache_stats(request: web.Request) -> web.Response:
             "prompt_cache": {"enabled": False},
         }
     )
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """GET /metrics: the series of this worker, for Prometheus."""
+    serving = request.app[SERVING]
+    now = serving.snapshot()
+    page = Page()
+    worker_series.add_counters(page, now)
+    if now.requests is not None:
+        worker_series.add_requests(page, now.requests)
+    worker_series.add_gauges(page, now)
+    if serving.loaded is not None:
+        worker_series.add_kv(page, serving.loaded.kv)
+    written = page.render(request.headers.get(hdrs.ACCEPT, ""))
+    return web.Response(body=written.body, headers={hdrs.CONTENT_TYPE: written.content_type})
 
 
 def _model(name: str, serving: Serving) -> dict[str, object]:

@@ -1,0 +1,1 @@
+"""Prometheus metrics: which series there are, and how they are written."""

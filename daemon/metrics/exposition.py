@@ -1,0 +1,72 @@
+"""Write series in Prometheus' formats, each family as the catalogue has it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+
+from prometheus_client import Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from daemon.config.wire import Histogram
+from daemon.metrics.catalogue import FAMILIES
+
+_ORDER = {name: at for at, name in enumerate(FAMILIES)}
+
+
+@dataclass(frozen=True, slots=True)
+class Exposition:
+    """One answer to a scrape."""
+
+    body: bytes
+    content_type: str
+
+
+class Page(Collector):
+    """The series of one scrape."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, Metric] = {}
+
+    def add(self, name: str, value: float, **labels: str) -> None:
+        """Add one series of a gauge or counter.
+
+        Raises:
+            ValueError: the catalogue has no such family, or it has other labels.
+        """
+        self._metric(name, labels).add_sample(name, labels, value)
+
+    def add_histogram(self, name: str, histogram: Histogram, **labels: str) -> None:
+        """Add the series of one histogram; raises as `add` does."""
+        metric = self._metric(name, labels)
+        bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
+        totals = list(accumulate(histogram.counts))
+        for bound, total in zip(bounds, totals, strict=True):
+            metric.add_sample(f"{name}_bucket", {**labels, "le": bound}, total)
+        metric.add_sample(f"{name}_count", labels, totals[-1])
+        metric.add_sample(f"{name}_sum", labels, histogram.sum)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the families that have series, in the catalogue's order."""
+        for name in sorted(self._metrics, key=_ORDER.__getitem__):
+            yield self._metrics[name]
+
+    def render(self, accept: str) -> Exposition:
+        """Return the page in the format that a client *accept*s: OpenMetrics, or Prometheus' text."""
+        encode, content_type = choose_encoder(accept)
+        return Exposition(encode(self), content_type)
+
+    def _metric(self, name: str, labels: dict[str, str]) -> Metric:
+        metric = self._metrics.get(name)
+        if metric is None:
+            family = FAMILIES.get(name)
+            if family is None:
+                raise ValueError(f"the catalogue has no metric {name}")
+            metric = Metric(name.removesuffix("_total"), family.meaning, family.kind)
+            self._metrics[name] = metric
+        if labels.keys() - {"server"} != set(FAMILIES[name].labels):
+            raise ValueError(f"{name} has the labels {FAMILIES[name].labels}, not {tuple(labels)}")
+        return metric
