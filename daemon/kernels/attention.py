@@ -54,7 +54,7 @@ class Attention:
     """Attention on one device; remembers a choice for every case that it has met.
 
     *kernels* None: there are none, and everything runs on the reference. *prompts* attends from more
-    queries than kernels serve, and where nothing is packed.
+    queries than kernels serve.
     """
 
     def __init__(
@@ -80,13 +80,19 @@ class Attention:
 
         Kernels are asked only where something is packed, by at most reference.FUSED_QUERIES queries.
         """
-        packed = stored.packed_to > stored.packed_from
-        if queries.shape[1] > reference.FUSED_QUERIES or not packed:
-            return self._prompts.attend(queries, stored, scale, mask, sinks)
         kernels = self._kernels
-        if kernels is not None and self.choice(Case.of(queries, stored, mask, sinks)).fused:
-            return kernels.attend(queries, stored, scale, mask, sinks)
-        return reference.attend(queries, stored, scale, mask, sinks)
+        if not stored.layout.packed or kernels is None:
+            attend = reference.attend  # which leaves what is never packed to MLX
+        elif queries.shape[1] > reference.FUSED_QUERIES:
+            attend = self._prompts.attend
+        elif (
+            stored.packed_to > stored.packed_from
+            and self.choice(Case.of(queries, stored, mask, sinks)).fused
+        ):
+            attend = kernels.attend
+        else:
+            attend = reference.attend
+        return attend(queries, stored, scale, mask, sinks)
 
     def choice(self, case: Case) -> Choice:
         """Return what runs *case*; the first time, the kernels must prove themselves on it, which takes a moment."""
