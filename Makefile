@@ -1,4 +1,4 @@
-# Each target does its own set-up, in .venv; nothing is installed outside it, except OpenBLAS on Debian as root.
+# Each target does its own set-up, in .venv; nothing is installed outside it, except OpenBLAS and Chromium on Debian as root.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin

@@ -2,4 +2,4 @@
 
 from daemon.cli.main import main
 
-main()
+main(prog_name="tqd")

@@ -36,6 +36,11 @@ class StateDir:
         return self.root / "workers.json"
 
     @property
+    def refused(self) -> Path:
+        """Why a daemon of a service ended where starting it again cannot help."""
+        return self.root / "refused.json"
+
+    @property
     def daemon_log(self) -> Path:
         """The log of a daemon that runs detached."""
         return self.root / "logs" / "daemon.log"
@@ -54,6 +59,11 @@ class StateDir:
     def last_good(self) -> Path:
         """The last configuration that was accepted."""
         return self.root / "last-good"
+
+    @property
+    def reloads(self) -> Path:
+        """What became of the last readings of servers.yaml."""
+        return self.root / "reloads.json"
 
     def server_log(self, name: str, log_dir: Path | None = None) -> Path:
         """The log file of one server."""

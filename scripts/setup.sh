@@ -18,13 +18,32 @@ if [ "$(uname -s)" = Linux ]; then
     fi
 fi
 
-if [ "$extra" = '[cpu]' ] && ! ls /usr/lib/*/openblas-pthread/libopenblas.so.0 >/dev/null 2>&1; then
+# debian PACKAGE CONSEQUENCE: install it where that is ours to do, else say what goes without it
+debian() {
     if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-        echo "installing Debian's libopenblas0-pthread"
-        { apt-get update -qq && apt-get install -y -qq libopenblas0-pthread; } >/dev/null ||
-            echo "could not install libopenblas0-pthread; going on without it" >&2
+        echo "installing Debian's $1"
+        { apt-get update -qq && apt-get install -y -qq --no-install-recommends "$1"; } >/dev/null ||
+            echo "could not install $1: $2" >&2
     else
-        echo "note: with Debian's libopenblas0-pthread installed, the demo model reads prompts about 19 times faster on a CPU" >&2
+        echo "note: without $1 $2" >&2
+    fi
+}
+
+if [ "$extra" = '[cpu]' ] && ! ls /usr/lib/*/openblas-pthread/libopenblas.so.0 >/dev/null 2>&1; then
+    debian libopenblas0-pthread "the demo model reads prompts about 19 times slower on a CPU"
+fi
+if [ "$what" = dev ] && ! { command -v chromium || command -v chromium-browser || command -v google-chrome; } >/dev/null 2>&1; then
+    debian chromium "the tests of the dashboard are skipped"
+fi
+
+# The tests run Metal's kernels on a CPU emulation, which needs clang 16 or newer; without it they are skipped.
+if [ "$what" = dev ] && [ "$(uname -sm)" = 'Linux x86_64' ] && ! ls /usr/bin/clang++-1[6-9] /usr/bin/clang++-2? >/dev/null 2>&1; then
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        echo "installing clang for the tests of Metal's kernels"
+        { apt-get update -qq && { apt-get install -y -qq --no-install-recommends clang-19 || apt-get install -y -qq --no-install-recommends clang-16; }; } >/dev/null 2>&1 ||
+            echo "could not install clang-19; the tests of Metal's kernels will be skipped" >&2
+    else
+        echo "note: with clang 16 or newer installed, the tests run Metal's kernels on a CPU emulation" >&2
     fi
 fi
 

@@ -18,12 +18,11 @@ import mlx.core as mx
 
 from daemon.cache import window
 from daemon.cache.side import FullPrecision, RowState, dtype_name
-from daemon.kernels import codec, packing
+from daemon.kernels import encode
 from daemon.kernels.attention import REFERENCE
 from daemon.kernels.case import Attend
 from daemon.kernels.keys import KeyTransform
-from daemon.kernels.packing import TILE, Packed, TileLayout
-from daemon.kernels.rotation import Side
+from daemon.kernels.packing import TILE, TileLayout
 from daemon.kernels.stored import Stored
 from daemon.policy.matching import least_token_budget
 from daemon.policy.schemes import FP16, Scheme
@@ -332,40 +331,25 @@ class Row:
         old = None
         if kept:
             assert self._tiles is not None
-            old = packing.unpack(self._tiles[:, first_tile : first_tile + 1], layout)
-        fresh = Packed(
-            k=self._encoded(self._k, "k", start, end, old.k if old else None, kept, unused),
-            v=self._encoded(self._v, "v", start, end, old.v if old else None, kept, unused),
+            old = self._tiles[:, first_tile : first_tile + 1]
+        tiles = encode.tiles(
+            self._leaving(self._k, start, end),
+            self._leaving(self._v, start, end),
+            layout,
+            first=kept or unused,
+            old=old,
         )
-        self._store(packing.pack(fresh, layout), first_tile)
+        self._store(tiles, first_tile)
         self._packed_to = end
 
-    def _encoded(
-        self,
-        side: FullPrecision,
-        name: Side,
-        start: int,
-        end: int,
-        old: tuple[mx.array, mx.array] | None,
-        kept: int,
-        unused: int,
-    ) -> tuple[mx.array, mx.array] | None:
-        """Encode the oldest tail tokens of *side*, those at *start* to *end*, and fill them up to whole tiles."""
+    def _leaving(self, side: FullPrecision, start: int, end: int) -> mx.array | None:
+        """Take the oldest tail tokens of *side*, those at *start* to *end*, as they are to be packed."""
         if side.codec is FP16:
             return None
         vectors = side.take(end - start)
-        if name == "k" and self.keys is not None:
+        if side is self._k and self.keys is not None:
             vectors = self.keys.centered(vectors, start + self.dropped)
-        codes, scales = codec.encode(vectors, side.codec, name)
-        if old is not None:
-            codes = mx.concatenate([old[0][:, :kept], codes], axis=1)
-            scales = mx.concatenate([old[1][:, :kept], scales], axis=1)
-        spare = -(codes.shape[1] + unused) % TILE
-        around = [(0, 0), (unused, spare)]
-        return (
-            mx.pad(codes, [*around, (0, 0)]),
-            mx.pad(scales, around + [(0, 0)] * (scales.ndim - 2)),
-        )
+        return vectors
 
     def _store(self, tiles: mx.array, at: int) -> None:
         end = at + tiles.shape[1]

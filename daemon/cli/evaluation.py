@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 from filelock import FileLock
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from daemon.cli import evaluation_tables as tables
-from daemon.cli.measuring import Heard, measure
+from daemon.cli.completion import servers
+from daemon.cli.measuring import measure, progress
 from daemon.cli.target import Target, find
 from daemon.config.evaluation import Contender, EvalJob, EvalReport
 from daemon.errors import PolicyError, TqdError
@@ -38,7 +35,7 @@ _LOCK_TIMEOUT_S = 30.0
 
 
 @click.command()
-@click.argument("target", metavar="SERVER|MODEL")
+@click.argument("target", metavar="SERVER|MODEL", shell_complete=servers)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @click.pass_obj
 def advise(settings: Settings, target: str, as_json: bool) -> None:
@@ -56,7 +53,7 @@ def advise(settings: Settings, target: str, as_json: bool) -> None:
 
 
 @click.command("eval")
-@click.argument("target", metavar="SERVER|MODEL")
+@click.argument("target", metavar="SERVER|MODEL", shell_complete=servers)
 @click.option(
     "--policy",
     "names",
@@ -186,7 +183,7 @@ def _spec(own: KvSpec, name: str, policies: Mapping[str, NamedPolicy]) -> KvSpec
 def _measured(job: EvalJob, target: Target) -> EvalReport:
     server = target.server
     environ = mlx_environment(inherited(), preload=openblas()) | (server.env if server else {})
-    with _progress() as heard:
+    with progress() as heard:
         result = measure(
             ["eval"],
             heard,
@@ -195,35 +192,6 @@ def _measured(job: EvalJob, target: Target) -> EvalReport:
             environ=environ,
         )
     return EvalReport.model_validate(result)
-
-
-@contextmanager
-def _progress() -> Iterator[Heard]:
-    """Show a bar on a terminal, and a line for each new thing elsewhere; always on stderr."""
-    if not sys.stderr.isatty():
-        said: list[str] = []
-
-        def line(text: str, _: float | None) -> None:
-            if text not in said[-1:]:
-                click.echo(f"{text} …", err=True)
-            said.append(text)
-
-        yield line
-        return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-    )
-    console = Console(stderr=True, markup=False)
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=1.0)
-
-        def show(text: str, done: float | None) -> None:
-            bar.update(task, description=text, completed=done or 0.0)
-
-        yield show
 
 
 def _write_text(path: Path, text: str) -> None:

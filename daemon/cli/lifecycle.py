@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
+from daemon.cli.completion import servers
 from daemon.cli.detached import start_daemon
+from daemon.cli.hosts import record_refusal, service_of, start_service
 from daemon.cli.waiting import wait
-from daemon.errors import ConfigError, InProgressError, NotRunningError
+from daemon.errors import InProgressError, NotRunningError, TqdError
 from daemon.supervisor import instance
 from daemon.supervisor.client import Client
 from daemon.supervisor.messages import Action, Verdict
@@ -59,7 +61,7 @@ def _names(command: Command) -> Command:
     command = click.option("--all", "every", is_flag=True, help="All servers that are enabled.")(
         command
     )
-    return click.argument("names", nargs=-1, metavar="[NAME]...")(command)
+    return click.argument("names", nargs=-1, metavar="[NAME]...", shell_complete=servers)(command)
 
 
 @click.command()
@@ -78,11 +80,14 @@ def run(settings: Settings, service: str | None, log_file: Path | None) -> None:
     """
     from daemon.supervisor.main import Options, run  # keeps the other commands quick
 
+    if service == "launchd" and log_file is None:
+        log_file = settings.state.daemon_log  # launchd never rotates what it collects itself
     try:
         run(Options(settings.config, settings.state, log_file))
-    except (ConfigError, instance.AlreadyRunningError) as error:
+    except TqdError as error:  # only before it runs, and only what the user has to see to
         if service is None:
             raise
+        record_refusal(settings.state, error)
         click.echo(f"tqd: {error}", err=True)
         sys.exit(_HOPELESS[service])
 
@@ -101,7 +106,10 @@ def start(
     client = Client(settings.state)
     until = time.monotonic() + timeout
     if not client.running():
-        start_daemon(settings.config, settings.state, timeout)
+        if found := service_of(settings.state):
+            start_service(found, settings.config, settings.state, timeout)
+        else:
+            start_daemon(settings.config, settings.state, timeout)
     if names or every:
         before = client.act("start", None if every else names)
     else:

@@ -10,7 +10,17 @@ from typing import Any, NoReturn
 import click
 
 from daemon import paths
-from daemon.cli import configuration, evaluation, lifecycle, observing
+from daemon.cli import (
+    completion,
+    configuration,
+    doctor,
+    evaluation,
+    events,
+    lifecycle,
+    observing,
+    pulling,
+    service,
+)
 from daemon.cli import demo as demo_commands
 from daemon.errors import TqdError
 
@@ -71,6 +81,17 @@ class Settings:
         return paths.state_dir(self._state_dir)
 
 
-for module in (configuration, lifecycle, observing, evaluation, demo_commands):
+for module in (
+    configuration,
+    lifecycle,
+    observing,
+    events,
+    service,
+    pulling,
+    doctor,
+    evaluation,
+    demo_commands,
+    completion,
+):
     for command in module.COMMANDS:
         main.add_command(command)

@@ -7,8 +7,13 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from daemon.errors import TqdError
 
@@ -70,3 +75,32 @@ def measure(
             else None,
         )
     return result
+
+
+@contextmanager
+def progress() -> Iterator[Heard]:
+    """Show a bar on a terminal, and a line for each new thing elsewhere; always on stderr."""
+    if not sys.stderr.isatty():
+        said: list[str] = []
+
+        def line(text: str, _: float | None) -> None:
+            if text not in said[-1:]:
+                click.echo(f"{text} …", err=True)
+            said.append(text)
+
+        yield line
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
+    console = Console(stderr=True, markup=False)
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=1.0)
+
+        def show(text: str, done: float | None) -> None:
+            bar.update(task, description=text, completed=done or 0.0)
+
+        yield show

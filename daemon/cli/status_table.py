@@ -144,7 +144,11 @@ def _fact_rows(server: ServerStatus) -> Iterator[tuple[str, str]]:
         yield "memory", ", ".join(f"{name} {format_size(size)}" for name, size in sizes.items())
     if speed := server["throughput"]:
         yield "tokens/s", f"prompt {speed['prompt_tps']:.1f}, decode {speed['decode_tps']:.1f}"
-    yield "log", server["log_path"]
+    lost = server["log_dropped_bytes"]
+    yield (
+        "log",
+        server["log_path"] + (f" ({format_size(lost)} could not be written)" if lost else ""),
+    )
 
 
 def _layers(server: ServerStatus) -> Iterator[RenderableType]:

@@ -67,7 +67,7 @@ def locate(model: str, revision: str | None, *, hub: Path) -> Located:
         at = f" at revision {revision}" if revision and repo.is_dir() else ""
         raise ModelMissingError(
             f"no such folder, and the local Hugging Face cache does not hold this hub id{at}",
-            hint="fetch it with `hf download`, or write the path of a folder",
+            hint="`tqd pull` fetches it; or write the path of a folder",
         )
     return Located(_complete(repo / "snapshots" / commit), commit)
 

@@ -35,6 +35,11 @@ class Source:
         node, place = self._find(path)
         return node.place if node is not None else place
 
+    def place_of(self, path: str) -> Place | None:
+        """Return where the value at *path* was written; None when it is a default."""
+        node, place = self._find(path)
+        return None if node is None else place
+
     def written(self, path: str) -> str | None:
         """Return the text at *path* as it was written, references unresolved."""
         node, _ = self._find(path)

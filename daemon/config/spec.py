@@ -179,7 +179,8 @@ class DaemonSpec(FrozenModel):
         None, description="Unix socket for the CLI; default: tqd.sock in the state folder."
     )
     status: str | None = Field(
-        "127.0.0.1:8700", description="host:port of the ops endpoint; null turns it off."
+        "127.0.0.1:8700",
+        description="host:port of the ops endpoint and its dashboard; null turns it off.",
     )
     gateway: str | None = later(None, "host:port of one OpenAI endpoint for every server.")
     memory_budget: str | int = later(

@@ -133,6 +133,16 @@ class Ready(Message):
     kv: KvReport
 
 
+class OpenRequest(Message):
+    """A request that is not finished; what it asks and what it gets are nobody's business."""
+
+    id: str
+    age_s: float
+    stream: bool
+    prompt_tokens: int = Field(description="0 until the prompt is tokenized")
+    completion_tokens: int
+
+
 class Histogram(Message):
     """Observations counted by upper bound; the last count, one more than bounds, is of all above them."""
 
@@ -179,6 +189,7 @@ class Snapshot(Message):
     mlx_active_bytes: int
     mlx_cache_bytes: int
     mlx_peak_bytes: int
+    open: tuple[OpenRequest, ...] = Field((), description="oldest first, the first hundred")
     kv_limit_bytes: int | None = Field(None, description="the most that they may; null: no limit")
     kv_packing_s: float | None = Field(
         None, description="time spent packing, estimated; null where nothing is packed"

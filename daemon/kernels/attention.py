@@ -124,14 +124,18 @@ def backend_of(*, gpu: bool, metal: bool, cuda: bool) -> Backend:
     return "cuda" if cuda else "reference"
 
 
-def on_this_device() -> Attention:
-    """Return attention for MLX's default device, with the kernels that this build has for it."""
-    backend = backend_of(
+def backend_of_device() -> Backend:
+    """Return whose kernels fit MLX's default device."""
+    return backend_of(
         gpu=mx.default_device() != mx.Device(mx.cpu),
         metal=mx.metal.is_available(),
         cuda=mx.cuda.is_available(),
     )
-    return _of(backend)
+
+
+def on_this_device() -> Attention:
+    """Return attention for MLX's default device, with the kernels that this build has for it."""
+    return _of(backend_of_device())
 
 
 @cache

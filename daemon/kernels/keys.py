@@ -48,6 +48,7 @@ class Rotary:
         self.second = [int(partner[a][0]) for a in self.first]
         self.plain = [a for a, to in enumerate(partner) if len(to) == 0]
         self._table: mx.array | None = None
+        self._turns: mx.array | None = None
         self.signature = b"".join(matrix.astype(np.float32).tobytes() for matrix in matrices[1:])
         self._check(matrices[1:])
 
@@ -72,6 +73,23 @@ class Rotary:
         if self._table is None or end > self._table.shape[0]:
             self._table = self._rows(-(-end // _TABLE_STEP) * _TABLE_STEP)
         return self._table[start:end]
+
+    def turns(self, count: int) -> mx.array:
+        """Return what 0 to *count* positions add to the angles: (count, dim), cosines of all pairs, then sines.
+
+        Pairs that do not rotate have zeros. table[p + i] is table[p] turned by turns[i], for every p.
+        """
+        if self._turns is None or self._turns.shape[0] != count:
+            pairs, half = len(self.first), self._dim // 2
+            rows = self.table(0, count)
+            size = rows[
+                0, :pairs
+            ]  # of the embedding's own factor, which table has and a turn has not
+            around = [(0, 0), (0, half - pairs)]
+            parts = [mx.pad(rows[:, at : at + pairs] / size, around) for at in (0, pairs)]
+            self._turns = mx.concatenate(parts, axis=-1)
+            mx.eval(self._turns)
+        return self._turns
 
     def _rows(self, count: int) -> mx.array:
         # RoPE_p of a vector with ones at the first channel of each pair is cos θ_p there and sin θ_p at its partner
@@ -100,6 +118,10 @@ class Rotary:
             )
             if not turns or not np.allclose(matrix[self.plain, self.plain], 1.0, atol=1e-5):
                 raise RotaryError("it does more than rotating pairs of channels")
+        angles = [np.arctan2(matrix[a, b], matrix[a, a]) for matrix in matrices]
+        ahead = angles[0] * (_PROBES[1] / _PROBES[0]) - angles[1]
+        if not np.allclose(np.cos(ahead), 1.0, atol=1e-3):
+            raise RotaryError("its angles do not grow with the position")
 
 
 class KeyTransform:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from daemon.errors import TqdError
@@ -24,13 +25,16 @@ def main() -> int:
     demo.add_argument("--variant", choices=["float32", "4bit"])
     demo.add_argument("--wheel", type=Path)
     tasks.add_parser("eval", help="reads an EvalJob from stdin")
+    tasks.add_parser("context", help="runs one operation of MLX where and as a worker would")
+    kernels = tasks.add_parser("kernels", help="compares and times this device's kernels")
+    kernels.add_argument("--contexts", type=int, nargs="+", metavar="TOKENS")
     arguments = parser.parse_args()
 
     sys.stdout = sys.stderr  # whatever a library prints must not come between our lines
     # transformers says at import that PyTorch is missing; nothing here wants it
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # noqa: TID251 - read by transformers at import
     try:
-        result = _eval() if arguments.task == "eval" else _demo_model(arguments)
+        result = _TASKS[arguments.task](arguments)
     except TqdError as error:
         _say(error=error.message, hint=error.hint)
         return error.exit_code
@@ -52,7 +56,7 @@ def _demo_model(arguments: argparse.Namespace) -> str:
     return str(folder)
 
 
-def _eval() -> object:
+def _eval(_: argparse.Namespace) -> object:
     from daemon.config.evaluation import EvalJob
     from daemon.measure import evaluation, plots
 
@@ -64,6 +68,28 @@ def _eval() -> object:
     if plot is not None:
         plots.draw_report(plot, report)
     return report.model_dump(mode="json")
+
+
+def _context(_: argparse.Namespace) -> object:
+    from daemon.measure import context
+
+    return context.examine().model_dump(mode="json")
+
+
+def _kernels(arguments: argparse.Namespace) -> object:
+    from daemon.measure import kernels
+
+    contexts = arguments.contexts or kernels.CONTEXTS
+    report = kernels.run(lambda text: _say(progress=text), contexts=contexts)
+    return report.as_json()
+
+
+_TASKS: dict[str, Callable[[argparse.Namespace], object]] = {
+    "demo-model": _demo_model,
+    "eval": _eval,
+    "context": _context,
+    "kernels": _kernels,
+}
 
 
 def _say(**fields: object) -> None:

@@ -196,7 +196,7 @@ class Kv(TypedDict):
 
 
 class ServerStatus(TypedDict):
-    """One server."""
+    """One server. *log_dropped_bytes* of its output were lost since the daemon started: no disk could take them."""
 
     name: str
     aliases: list[str]
@@ -223,6 +223,7 @@ class ServerStatus(TypedDict):
     spec_hash: str
     worker_spec_hash: str | None
     log_path: str
+    log_dropped_bytes: int
     model: ModelStatus | None
     model_requested: str
     requests: Requests | None
@@ -233,10 +234,28 @@ class ServerStatus(TypedDict):
     sampled_at: str | None
 
 
+class OpenRequest(TypedDict):
+    """A request that was not finished when it was sampled; *prompt_tokens* is 0 until the prompt is read."""
+
+    id: str
+    age_s: float
+    stream: bool
+    prompt_tokens: int
+    completion_tokens: int
+
+
+class OpenRequests(TypedDict):
+    """The document of ``GET /v1/servers/{name}/requests``: the oldest hundred, never a prompt."""
+
+    sampled_at: str | None
+    requests: list[OpenRequest]
+
+
 class Document(TypedDict):
-    """The whole document."""
+    """The whole document. *seq* is the number of the newest event (``GET /v1/events``)."""
 
     schema: int
+    seq: int
     now: str
     daemon: DaemonStatus
     config: ConfigSection

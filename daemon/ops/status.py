@@ -25,6 +25,7 @@ from daemon.ops.document import (
     LayerGroup,
     Memory,
     ModelStatus,
+    OpenRequests,
     ProblemStatus,
     Requests,
     ServerStatus,
@@ -43,6 +44,7 @@ class View:
     """What the document is made of. *wall* turns a time of the supervisor's clock into a moment."""
 
     now: float
+    seq: int
     wall: Callable[[float], datetime]
     fleet: Fleet
     prepared: Mapping[str, PreparedServer]
@@ -68,6 +70,7 @@ def document(view: View) -> Document:
     servers = [server_status(view, server) for server in view.fleet.servers.values()]
     return {
         "schema": SCHEMA,
+        "seq": view.seq,
         "now": moment(view.wall(view.now)),
         "daemon": {
             "version": view.version,
@@ -107,9 +110,7 @@ def server_status(view: View, server: Server) -> ServerStatus:
     """Return the part of the document that is about *server*."""
     worker, spec, cause = server.worker, server.spec, server.cause
     prepared = view.prepared.get(server.name)
-    report = view.reports.get(server.name)
-    if worker is not None and report is not None and report.launch != worker.launch:
-        report = None  # of an earlier worker
+    report = _report(view, server)
     host = f"[{spec.host}]" if ":" in spec.host else spec.host
     loading = worker is not None and server.state is State.LOADING
     return {
@@ -152,6 +153,7 @@ def server_status(view: View, server: Server) -> ServerStatus:
         "spec_hash": server.spec_hash,
         "worker_spec_hash": worker.spec_hash if worker else None,
         "log_path": str(view.log_path(server.name)),
+        "log_dropped_bytes": view.log_bytes_dropped(server.name),
         "model": _model(report),
         "model_requested": spec.model,
         "requests": _requests(server, report),
@@ -163,6 +165,33 @@ def server_status(view: View, server: Server) -> ServerStatus:
         if report and report.sampled_at is not None
         else None,
     }
+
+
+def open_requests(view: View, server: Server) -> OpenRequests:
+    """Return the requests that the worker of *server* has open."""
+    report = _report(view, server) if server.worker else None
+    if report is None or report.snapshot is None or report.sampled_at is None:
+        return {"sampled_at": None, "requests": []}
+    return {
+        "sampled_at": moment(view.wall(report.sampled_at)),
+        "requests": [
+            {
+                "id": it.id,
+                "age_s": it.age_s,
+                "stream": it.stream,
+                "prompt_tokens": it.prompt_tokens,
+                "completion_tokens": it.completion_tokens,
+            }
+            for it in report.snapshot.open
+        ],
+    }
+
+
+def _report(view: View, server: Server) -> Report | None:
+    """Return what the newest worker of *server* has said, and nothing of an earlier one beside it."""
+    report = view.reports.get(server.name)
+    earlier = server.worker and report and report.launch != server.worker.launch
+    return None if earlier else report
 
 
 def moment(when: datetime) -> str:

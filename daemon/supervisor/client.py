@@ -9,6 +9,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlencode
 
 from daemon.errors import (
     ConfigError,
@@ -20,6 +21,7 @@ from daemon.errors import (
     UnknownServerError,
 )
 from daemon.ops.document import Document
+from daemon.ops.events import EventPage
 from daemon.paths import StateDir
 from daemon.supervisor.instance import holder
 from daemon.supervisor.messages import Action, Change, Verdict
@@ -69,6 +71,12 @@ class Client:
     def diff(self) -> list[Change]:
         """Return what `reload` would do; raises as `reload` does."""
         return cast("list[Change]", self._call("GET", "/diff", timeout_s=PASS_TIMEOUT_S)["steps"])
+
+    def events(self, after: str | None, wait_s: float = 0.0) -> EventPage:
+        """Return what happened after the event *after*, or all that is kept; wait for it if need be."""
+        query = {"wait_s": wait_s} if after is None else {"wait_s": wait_s, "after": after}
+        path = f"/events?{urlencode(query)}"
+        return cast("EventPage", self._call("GET", path, timeout_s=wait_s + TIMEOUT_S))
 
     def shut_down(self) -> int:
         """Begin to end the daemon; return its pid."""

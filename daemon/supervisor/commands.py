@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import importlib.metadata
 import os
 import time
@@ -14,9 +16,12 @@ from daemon.config.spec import DaemonSpec
 from daemon.errors import ConfigError, Problem, TqdError, UnknownServerError
 from daemon.log import get_logger
 from daemon.metrics.exposition import Page
-from daemon.ops.document import Document, ServerStatus
+from daemon.ops.applied import AppliedConfig, applied
+from daemon.ops.document import Document, OpenRequests, ServerStatus
+from daemon.ops.events import EventLog, EventPage
+from daemon.ops.history import History, HistoryDocument, Transition
 from daemon.ops.metrics import metrics
-from daemon.ops.status import View, document, server_status, unready
+from daemon.ops.status import View, document, open_requests, server_status, unready
 from daemon.paths import StateDir
 from daemon.supervisor import environment, events, plan
 from daemon.supervisor.desired import DesiredState
@@ -24,6 +29,8 @@ from daemon.supervisor.messages import Action, Change, Verdict
 from daemon.supervisor.reconcile import Reconciler
 from daemon.supervisor.reload import Configuration
 from daemon.supervisor.server import Desired, Server
+
+CLOCK_STEP_S = 0.5  # the wall clock was set, or the machine slept
 
 _EVENTS: Mapping[Action, events.Event] = {
     "start": events.Start(),
@@ -44,6 +51,8 @@ class DaemonCommands:
         configuration: Configuration,
         desired: DesiredState,
         log_path: Callable[[str, DaemonSpec], Path],
+        events: EventLog,
+        history: History,
     ) -> None:
         self.status_endpoint: str | None = None
         self.status_endpoint_error: str | None = None
@@ -53,6 +62,9 @@ class DaemonCommands:
         self._configuration = configuration
         self._desired = desired
         self._log_path = log_path
+        self._events = events
+        self._history = history
+        self._epoch = time.time() - clock()  # when the clock stood at 0
         self._version = importlib.metadata.version("tqd")
         self._mlx_version = importlib.metadata.version("mlx")
         self._backend = environment.backend()
@@ -68,9 +80,37 @@ class DaemonCommands:
         server = self._reconciler.fleet.servers.get(name)
         return None if server is None else server_status(self._view(), server)
 
+    def requests(self, name: str) -> OpenRequests | None:
+        """Return the open requests of server *name*."""
+        server = self._reconciler.fleet.servers.get(name)
+        return None if server is None else open_requests(self._view(), server)
+
     def unready(self, names: list[str] | None) -> dict[str, str]:
         """Return why servers are not ready, by name; of *names*, or of all that are meant to run."""
         return unready(self._reconciler.fleet, names)
+
+    def config(self) -> AppliedConfig:
+        """Return the configuration in force."""
+        return applied(self._configuration.loaded, self._configuration.status.generation)
+
+    def history(self) -> HistoryDocument:
+        """Return the last changes of every server, and the last reloads."""
+        return self._history.document()
+
+    def server_history(self, name: str) -> Sequence[Transition]:
+        """Return the last changes of server *name*."""
+        return self._history.server(name)
+
+    async def events(self, after: str | None, wait_s: float) -> EventPage:
+        """Return what happened after the event *after*, or all that is kept; wait for it if need be."""
+        seq = 0 if after is None else self._events.seq_of(after)
+        if seq is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._events.wait(seq)
+        batch = self._events.after(seq)
+        missed = batch.missed and after is not None
+        return {"last": self._events.last_id, "missed": missed, "events": batch.events}
 
     def metrics(self) -> Page:
         """Return the metrics page."""
@@ -132,11 +172,13 @@ class DaemonCommands:
         )
 
     def _view(self) -> View:
-        reconciler, now, wall_now = self._reconciler, self._clock(), time.time()
+        reconciler, now = self._reconciler, self._clock()
         daemon = reconciler.wanted.daemon
+        epoch = self._epoch_at(now)
         return View(
             now=now,
-            wall=lambda at: datetime.fromtimestamp(wall_now - (now - at), UTC),
+            seq=self._events.seq,
+            wall=lambda at: datetime.fromtimestamp(epoch + at, UTC),
             fleet=reconciler.fleet,
             prepared=reconciler.wanted.servers,
             reports=reconciler.workers.reports,
@@ -157,6 +199,13 @@ class DaemonCommands:
             status_endpoint=self.status_endpoint,
             status_endpoint_error=self.status_endpoint_error,
         )
+
+    def _epoch_at(self, now: float) -> float:
+        """Return when the clock stood at 0; the same each time, so that a moment is told the same each time."""
+        epoch = time.time() - now
+        if abs(epoch - self._epoch) > CLOCK_STEP_S:
+            self._epoch = epoch
+        return self._epoch
 
 
 def _change(step: differ.Step) -> Change:

@@ -15,6 +15,7 @@ from aiohttp.typedefs import Handler
 
 from daemon.errors import ConfigError, TqdError
 from daemon.ops.document import Document
+from daemon.ops.events import EventPage
 from daemon.ops.status import problem_status
 from daemon.supervisor.files import make_private
 from daemon.supervisor.messages import Action, Change, Verdict
@@ -34,6 +35,9 @@ class Commands(Protocol):
 
     async def diff(self) -> Sequence[Change]:
         """Return what `reload` would do."""
+
+    async def events(self, after: str | None, wait_s: float) -> EventPage:
+        """Return what happened after the event *after*, or all that is kept; wait for it if need be."""
 
     def shut_down(self) -> None:
         """Begin to end the daemon."""
@@ -65,6 +69,7 @@ class ControlSocket:
             [
                 web.get("/status", self._status),
                 web.get("/diff", self._diff),
+                web.get("/events", self._events),
                 web.post("/reload", self._reload),
                 web.post("/shutdown", self._shut_down),
                 web.post("/{action:start|stop|restart}", self._act),
@@ -98,6 +103,11 @@ class ControlSocket:
 
     async def _diff(self, request: web.Request) -> web.Response:
         return web.json_response({"steps": list(await self._commands.diff())})
+
+    async def _events(self, request: web.Request) -> web.Response:
+        query = request.query
+        page = await self._commands.events(query.get("after"), float(query.get("wait_s", "0")))
+        return web.json_response(page)
 
     async def _reload(self, request: web.Request) -> web.Response:
         return web.json_response(await self._commands.reload())
@@ -157,8 +167,14 @@ def _listen(path: Path) -> socket.socket:
 
 
 def _secure_folder(folder: Path) -> None:
-    make_private(folder)
-    found = folder.stat()
+    try:
+        make_private(folder)
+        found = folder.stat()
+    except OSError as error:
+        raise TqdError(
+            f"the control socket cannot live in {folder}: {error.strerror}",
+            hint="set daemon.control to a path in a folder of yours",
+        ) from error
     shared = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
     if found.st_uid not in (os.getuid(), 0) or shared:
         raise TqdError(

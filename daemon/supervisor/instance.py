@@ -37,9 +37,16 @@ class Instance:
 
         Raises:
             AlreadyRunningError: another daemon has it.
+            TqdError: the state folder cannot be made or written to.
         """
-        make_private(self._state.root)
-        fd = os.open(self._state.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            make_private(self._state.root)
+            fd = os.open(self._state.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise TqdError(
+                f"the state folder {self._state.root} cannot be used: {error.strerror}",
+                hint="make it writable, or name another with --state-dir",
+            ) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -12,21 +12,15 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from queue import Full, Queue
 
 from daemon.supervisor.files import make_private
+from daemon.supervisor.rotation import Compressor, Rotation, rotate
 
 QUEUE_CHUNKS = 1024  # of at most 64 KiB each: how far a slow disk may lag behind
 MAX_TAIL_LINE = 4096  # bytes that `Tail` keeps of one line
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """When a log is rotated, and how many rotated files are kept."""
-
-    max_size: int
-    backups: int
 
 
 @dataclass(slots=True)
@@ -56,7 +50,10 @@ class LogWriter:
     def __init__(self, rotation: Rotation) -> None:
         self.rotation = rotation
         self._queue: Queue[tuple[Path, bytes] | None] = Queue(QUEUE_CHUNKS)
-        self._dropped: Counter[Path] = Counter()
+        # two counters, because each has one thread that writes to it
+        self._refused: Counter[Path] = Counter()
+        self._failed: Counter[Path] = Counter()
+        self._compressor = Compressor()
         self._thread = threading.Thread(target=self._run, name="tqd-log-writer", daemon=True)
         self._thread.start()
 
@@ -65,30 +62,36 @@ class LogWriter:
         try:
             self._queue.put_nowait((path, data))
         except Full:
-            self._dropped[path] += len(data)
+            self._refused[path] += len(data)
 
     def mark(self, path: Path, text: str) -> None:
-        """Append a line about the server itself, such as the start of a launch."""
-        self.write(path, f"--- {text} ---\n".encode())
+        """Append a line about the server itself, such as the start of a launch, with the time."""
+        self.write(path, _marker(text))
 
     def dropped_bytes(self, path: Path) -> int:
-        """Return how much output of *path* was lost because the disk was slow or full."""
-        return self._dropped[path]
+        """Return how much output of *path* was lost because the disk was slow, full or away."""
+        return self._refused[path] + self._failed[path]
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Write what is queued and end the thread; give up after *timeout_s*."""
+        """Write what is queued and end the threads; give up after *timeout_s*."""
         with contextlib.suppress(Full):
             self._queue.put(None, timeout=timeout_s)
             self._thread.join(timeout_s)
+        self._compressor.close(timeout_s)
 
     def _run(self) -> None:
         files: dict[Path, _LogFile] = {}
+        told: Counter[Path] = Counter()
         while (item := self._queue.get()) is not None:
             path, data = item
+            file = files.setdefault(path, _LogFile(path, self._compressor))
             try:
-                files.setdefault(path, _LogFile(path)).append(data, self.rotation)
+                if lost := self.dropped_bytes(path) - told[path]:
+                    file.append(_marker(f"{lost} bytes were lost near here"), self.rotation)
+                    told[path] += lost
+                file.append(data, self.rotation)
             except OSError:
-                self._dropped[path] += len(data)
+                self._failed[path] += len(data)
         for file in files.values():
             file.close()
 
@@ -96,17 +99,16 @@ class LogWriter:
 class LogStream:
     """A log file as something to print to, for the daemon's own log."""
 
-    def __init__(self, path: Path, rotation: Rotation) -> None:
-        self.rotation = rotation
-        self._file = _LogFile(path)
+    def __init__(self, path: Path, writer: LogWriter) -> None:
+        self._path = path
+        self._writer = writer
         self._line = ""
 
     def write(self, text: str) -> int:
         """Take in *text*; a line is written when it is complete."""
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
-            with contextlib.suppress(OSError):  # a full disk must not end the daemon
-                self._file.append(f"{line}\n".encode(), self.rotation)
+            self._writer.write(self._path, f"{line}\n".encode())
         return len(text)
 
     def flush(self) -> None:
@@ -120,15 +122,18 @@ class LogStream:
 class _LogFile:
     """One log file, reopened whenever somebody moved or removed it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, compressor: Compressor) -> None:
         self._path = path
+        self._compressor = compressor
         self._fd: int | None = None
 
     def append(self, data: bytes, rotation: Rotation) -> None:
         fd = self._current()
         size = os.fstat(fd).st_size
         if size and size + len(data) > rotation.max_size:
-            self._rotate(rotation.backups)
+            self.close()
+            rotate(self._path, rotation.backups)
+            self._compressor.tidy(self._path)
             fd = self._current()
         while data:
             data = data[os.write(fd, data) :]
@@ -148,17 +153,7 @@ class _LogFile:
         self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         return self._fd
 
-    def _rotate(self, backups: int) -> None:
-        """Shift ``name.log.1`` to ``.2`` and so on; the oldest goes."""
-        self.close()
-        if backups == 0:
-            self._path.unlink()
-            return
-        for number in range(backups, 1, -1):
-            with contextlib.suppress(FileNotFoundError):
-                _numbered(self._path, number - 1).replace(_numbered(self._path, number))
-        self._path.replace(_numbered(self._path, 1))
 
-
-def _numbered(path: Path, number: int) -> Path:
-    return path.with_name(f"{path.name}.{number}")
+def _marker(text: str) -> bytes:
+    moment = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return f"--- {text} at {moment} ---\n".encode()

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO, cast
 
@@ -14,6 +15,8 @@ from daemon import log
 from daemon.config.address import parse_endpoint
 from daemon.config.spec import DaemonSpec
 from daemon.ops.endpoint import StatusEndpoint
+from daemon.ops.events import EventLog
+from daemon.ops.history import History
 from daemon.paths import StateDir
 from daemon.service.notify import Notifier
 from daemon.supervisor import environment, plan
@@ -22,9 +25,10 @@ from daemon.supervisor.control import ControlSocket
 from daemon.supervisor.desired import DesiredState
 from daemon.supervisor.instance import Instance
 from daemon.supervisor.leftovers import Identity, Register, see_out
-from daemon.supervisor.logs import LogStream, LogWriter, Rotation
+from daemon.supervisor.logs import LogStream, LogWriter
 from daemon.supervisor.reconcile import Reconciler
 from daemon.supervisor.reload import Configuration
+from daemon.supervisor.rotation import Rotation
 from daemon.supervisor.server import Desired, State
 from daemon.supervisor.sockets import Sockets
 from daemon.supervisor.workers import Workers
@@ -53,7 +57,11 @@ def run(options: Options) -> None:
     instance = Instance(options.state)
     instance.acquire()
     # never released by hand: whoever sees the lock free may rely on this process being gone
-    asyncio.run(_Daemon(options, instance).serve())
+    daemon = _Daemon(options, instance)
+    try:
+        asyncio.run(daemon.serve())
+    finally:
+        daemon.close_logs()
 
 
 class _Daemon:
@@ -62,20 +70,23 @@ class _Daemon:
         self._instance = instance
         self._environ = environment.inherited()
         self._notifier = Notifier(self._environ, pid=os.getpid())
-        rotation = _rotation(DaemonSpec())
-        self._stream = None if options.log_file is None else LogStream(options.log_file, rotation)
+        self._logs = LogWriter(_rotation(DaemonSpec()))
+        own = options.log_file
+        self._stream = None if own is None else LogStream(own, self._logs)
         self._configure_log(DaemonSpec())
         self._log = log.get_logger()
-        self._logs = LogWriter(rotation)
         self._register = Register(self._state.workers)
         self._earlier = self._register.earlier()
         self._sockets = Sockets(time.monotonic)
+        self._events = EventLog()
+        history = History(self._events, self._state.reloads, lambda: datetime.now(UTC))
         self._reconciler = Reconciler(
             sockets=self._sockets,
             profiles=self._state.profiles,
             log_path=self._log_path,
             clock=time.monotonic,
             leftovers={it.name: it.pid for it in self._earlier},
+            changed=history.fleet_changed,
             turned=self._turned,
             recheck=lambda: self._configuration.recheck(),
         )
@@ -89,6 +100,8 @@ class _Daemon:
             desired=desired,
             busy=lambda busy: self._notifier.reloading() if busy else self._notifier.ready(),
             adopted=self._adopt,
+            concluded=history.reloaded,
+            waiting=history.pending,
         )
         self._commands = DaemonCommands(
             state=self._state,
@@ -97,6 +110,8 @@ class _Daemon:
             configuration=self._configuration,
             desired=desired,
             log_path=self._log_path,
+            events=self._events,
+            history=history,
         )
 
     async def serve(self) -> None:
@@ -108,14 +123,19 @@ class _Daemon:
         control = ControlSocket(path, self._commands)
         control.bind()
         self._instance.announce(path)
+        self._state.refused.unlink(missing_ok=True)
         self._log.info("daemon.started", pid=os.getpid(), state_dir=str(self._state.root))
         try:
             await self._run(control, daemon)
         finally:
             self._notifier.stopping()
+            self._events.close()
             await control.close()
-            self._logs.close()
             self._log.info("daemon.stopped")
+
+    def close_logs(self) -> None:
+        """Write what is still on its way to the logs."""
+        self._logs.close()
 
     async def _run(self, control: ControlSocket, daemon: DaemonSpec) -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -140,6 +160,7 @@ class _Daemon:
             await reconciling
             for task in background:
                 task.cancel()
+            self._events.close()
             if endpoint is not None:
                 await endpoint.close()
 
@@ -147,7 +168,7 @@ class _Daemon:
         """Open the ops endpoint; without it the daemon runs on, and says so."""
         if daemon.status is None:
             return None
-        endpoint = StatusEndpoint(parse_endpoint(daemon.status), self._commands)
+        endpoint = StatusEndpoint(parse_endpoint(daemon.status), self._commands, self._events)
         try:
             await endpoint.open()
         except OSError as error:
@@ -189,8 +210,6 @@ class _Daemon:
 
     def _adopt(self, daemon: DaemonSpec) -> None:
         self._logs.rotation = _rotation(daemon)
-        if self._stream is not None:
-            self._stream.rotation = _rotation(daemon)
         self._configure_log(daemon)
 
     def _configure_log(self, daemon: DaemonSpec) -> None:

@@ -52,8 +52,8 @@ class _Job:
 class Reconciler:
     """Owns the fleet. Give it its workers, then await `run`.
 
-    *profiles* is where workers keep calibration profiles. *turned* is called after every turn of the loop, *recheck* when only reading the configuration
-    again can tell whether a server is still blocked.
+    *profiles* is where workers keep calibration profiles. *changed* gets the fleet before and after each turn that changed it, *turned* is called after every
+    turn of the loop, *recheck* when only reading the configuration again can tell whether a server is still blocked.
     """
 
     workers: Workers
@@ -66,6 +66,7 @@ class Reconciler:
         log_path: Callable[[str, DaemonSpec], Path],
         clock: Callable[[], float],
         leftovers: Mapping[str, int],
+        changed: Callable[[Fleet, Fleet], None],
         turned: Callable[[], None],
         recheck: Callable[[], None],
     ) -> None:
@@ -76,6 +77,7 @@ class Reconciler:
         self._profiles = profiles
         self._log_path = log_path
         self._clock = clock
+        self._changed = changed
         self._turned = turned
         self._recheck = recheck
         self._refused: Mapping[Address, AddressTakenError] = {}
@@ -124,6 +126,7 @@ class Reconciler:
             self.wanted = job.wanted
         self.fleet, effects = plan.step(before, job.event, self._clock())
         self._note_changes(before)
+        self._changed(before, self.fleet)
         await self._arrange_sockets()
         for effect in effects:
             self._carry_out(effect)

@@ -47,6 +47,17 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
+class Conclusion:
+    """What became of one reading of the configuration, refusals included."""
+
+    result: Literal["applied", "noop", "rejected"]
+    generation: int
+    steps: tuple[differ.Step, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    warnings: tuple[Problem, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Reloads:
     """What became of the passes since the start; *succeeded_at* is in seconds since the epoch."""
 
@@ -84,7 +95,8 @@ class ConfigStatus:
 class Configuration:
     """Reads *path* and keeps what the reconciler wants equal to it.
 
-    *busy* is told when a pass begins and ends, *adopted* which daemon block is in force.
+    *busy* is told when a pass begins and ends, *adopted* which daemon block is in force, *concluded* what
+    became of each reading, *waiting* which steps a file in manual mode waits for.
     """
 
     def __init__(
@@ -98,6 +110,8 @@ class Configuration:
         desired: DesiredState,
         busy: Callable[[bool], None],
         adopted: Callable[[DaemonSpec], None],
+        concluded: Callable[[Conclusion], None],
+        waiting: Callable[[Sequence[str]], None],
     ) -> None:
         self.status = ConfigStatus(path)
         self.watch = Watch(self._changed)
@@ -109,6 +123,8 @@ class Configuration:
         self._desired = desired
         self._busy = busy
         self._adopted = adopted
+        self._concluded = concluded
+        self._waiting = waiting
         self._last_good = LastGood(state.last_good, environ)
         self._loaded: Loaded
         self._applied: Prepared
@@ -117,6 +133,11 @@ class Configuration:
         self._asked: list[asyncio.Future[Verdict]] = []
         self._looking: list[asyncio.Future[None]] = []
         self._log = get_logger()
+
+    @property
+    def loaded(self) -> Loaded:
+        """The configuration in force as its files say it."""
+        return self._loaded
 
     async def read_first(self) -> DaemonSpec:
         """Read what is on disk, or the last good configuration when that is broken; start nothing yet.
@@ -144,6 +165,7 @@ class Configuration:
         if faults:
             self.status = replace(self.status, state="stale", hash_on_disk=None, problems=faults)
             self._log.error("config.stale", problems=[str(it) for it in faults])
+            self._conclude("rejected", problems=faults)
 
     async def run(self) -> None:
         """Read again whenever that is asked for, until cancelled."""
@@ -217,6 +239,7 @@ class Configuration:
             pending = tuple(map(str, steps))
             self.status = replace(self.status, state=state, problems=(), pending=pending)
             self._log.info("config.pending", steps=pending)
+            self._waiting(pending)
 
     async def _guarded(self, reading: Awaitable[Outcome]) -> Outcome | ConfigError:
         """Return the outcome of *reading*, or its refusal; whatever happens, what runs goes on."""
@@ -276,6 +299,7 @@ class Configuration:
             pending=(),
         )
         self._log.info("config.unchanged", content_hash=loaded.content_hash[:16])
+        self._conclude("noop", warnings=loaded.warnings)
         return Verdict("unchanged", warnings=loaded.warnings)
 
     def _refuse(self, error: ConfigError) -> None:
@@ -287,6 +311,18 @@ class Configuration:
         )
         if news:
             self._log.error("config.rejected", problems=[str(it) for it in error.problems])
+        self._conclude("rejected", problems=error.problems)
+
+    def _conclude(
+        self,
+        result: Literal["applied", "noop", "rejected"],
+        *,
+        steps: tuple[differ.Step, ...] = (),
+        problems: tuple[Problem, ...] = (),
+        warnings: tuple[Problem, ...] = (),
+    ) -> None:
+        generation = self.status.generation
+        self._concluded(Conclusion(result, generation, steps, problems, warnings))
 
     def _refuse_blocked(self, loaded: Loaded, servers: Sequence[PreparedServer]) -> None:
         problems = [
@@ -348,6 +384,7 @@ class Configuration:
         if prepared.warnings:
             self._log.warning("config.loaded", warnings=list(self.status.warnings))
         self._log.info("plan.applied", steps=[str(step) for step in steps])
+        self._conclude("applied", steps=steps, warnings=prepared.warnings)
         return steps
 
     async def _submit(

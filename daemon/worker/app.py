@@ -73,9 +73,10 @@ def _generating(make_job: MakeJob) -> Handler:
 
     async def generate(request: web.Request) -> web.StreamResponse:
         serving = request.app[SERVING]
-        request[TALLY].generates = True
+        tally = request[TALLY]
+        tally.generates = True
         serving.counters.requests += 1
-        with serving.request() as model:
+        with serving.request(request[REQUEST_ID], tally) as model:
             job = await make_job(await read_object(request), serving, model)
             run = Run(model.loaded.engine, job.requests, serving.interrupted)
             return await answer(request, run, job, request.app[TIMES])

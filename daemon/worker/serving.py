@@ -13,12 +13,13 @@ from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import islice
 from pathlib import PurePath
 from typing import Protocol
 from uuid import uuid4
 
 from daemon.config.spec import ServerSpec
-from daemon.config.wire import KvReport, Live, ModelReport, Snapshot, WorkerSpec
+from daemon.config.wire import KvReport, Live, ModelReport, OpenRequest, Snapshot, WorkerSpec
 from daemon.worker.api import errors
 from daemon.worker.api.prompts import Prompts, Tokenizer
 from daemon.worker.metrics import RequestMetrics
@@ -26,6 +27,7 @@ from daemon.worker.requests import Engine, EngineStats
 from daemon.worker.vocabulary import Vocabulary
 
 RATE_WINDOW_S = 60.0
+MOST_OPEN = 100  # of the open requests that a snapshot tells
 
 
 class Phase(StrEnum):
@@ -89,6 +91,15 @@ class Model:
     vocabulary: Vocabulary
 
 
+class Progress(Protocol):
+    """How far a request is; *started* is on the monotonic clock."""
+
+    started: float
+    stream: bool
+    prompt_tokens: int
+    completion_tokens: int
+
+
 @dataclass(slots=True)
 class Counters:
     """Requests for generation since the start; the engine counts tokens itself."""
@@ -133,7 +144,7 @@ class Serving:
         self.created = int(time.time())
         self.interrupted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._model: Model | None = None
-        self._open = 0
+        self._open: dict[int, tuple[str, Progress]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._rates = Rates()
@@ -216,19 +227,19 @@ class Serving:
         self._apply_limits()
 
     @contextmanager
-    def request(self) -> Iterator[Model]:
-        """Count one request as open, so that a drain waits for it.
+    def request(self, request_id: str, progress: Progress) -> Iterator[Model]:
+        """Keep one request as open, so that a drain waits for it.
 
         Raises:
             ApiError: the worker takes no requests now.
         """
         model = self.model
-        self._open += 1
+        self._open[id(progress)] = request_id, progress  # two clients may choose the same id
         self._idle.clear()
         try:
             yield model
         finally:
-            self._open -= 1
+            del self._open[id(progress)]
             if not self._open:
                 self._idle.set()
 
@@ -283,12 +294,23 @@ class Serving:
             mlx_active_bytes=stats.mlx_active_bytes,
             mlx_cache_bytes=stats.mlx_cache_bytes,
             mlx_peak_bytes=stats.mlx_peak_bytes,
+            open=tuple(self._open_requests(now)),
             kv_packing_s=stats.packing_s,
             passed_at=stats.passed_at,
             ttft_p50_s=ttft_s[0],
             ttft_p95_s=ttft_s[1],
             requests=self.metrics.read(stats.queue_time_s),
         )
+
+    def _open_requests(self, now: float) -> Iterator[OpenRequest]:
+        for request_id, progress in islice(self._open.values(), MOST_OPEN):
+            yield OpenRequest(
+                id=request_id,
+                age_s=round(now - progress.started, 3),
+                stream=progress.stream,
+                prompt_tokens=progress.prompt_tokens,
+                completion_tokens=progress.completion_tokens,
+            )
 
     def state(self) -> Mapping[str, object]:
         """Return who this worker is and whether it moves, for readiness."""

@@ -103,7 +103,7 @@ def test_check_says_unresolved_where_the_model_is_missing(run: Run) -> None:
     result = run("check")
     assert result.exit_code == 2
     assert "unresolved" in result.output
-    assert "hf download" in result.output
+    assert "tqd pull" in result.output
 
 
 def test_check_needs_config_only(run: Run, make_model: MakeModel, tmp_path: Path) -> None:

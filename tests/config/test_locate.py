@@ -53,7 +53,7 @@ def test_a_hub_id_that_is_not_there_is_missing(hub: Path) -> None:
     with pytest.raises(ModelMissingError, match="does not hold this hub id") as caught:
         locate("org/other", None, hub=hub)
     assert caught.value.hint
-    assert "hf download" in caught.value.hint
+    assert "tqd pull" in caught.value.hint
 
 
 def test_a_ref_cannot_lead_out_of_the_cache(hub: Path) -> None:

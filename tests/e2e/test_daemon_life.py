@@ -343,3 +343,41 @@ def test_systemd_is_told_ready_status_watchdog_and_stopping_in_order(site: Site)
     assert "STATUS=1 of 1 servers ready" in said
     assert site.ended() == 0
     assert all("NOTIFY_SOCKET" not in psutil.Process(pid).environ() for pid in site.workers())
+
+
+def test_a_watched_status_ends_with_a_word_when_the_daemon_goes_away(site: Site) -> None:
+    site.add("a")
+    site.write()
+    site.run()
+    site.ready()
+    with subprocess.Popen(
+        site.command("status", "--watch"),
+        env=site.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as watching:
+        assert watching.stdout is not None
+        assert any("ready" in line for line in watching.stdout if line.startswith("a "))
+        site.signal(signal.SIGTERM)
+        _, said = watching.communicate(timeout=30)
+    assert watching.returncode == 6
+    assert said.startswith("tqd: the daemon has gone\n")
+
+
+def test_a_full_disk_for_logs_stops_nobody_and_is_counted(site: Site) -> None:
+    logs = site.folder / "logs"
+    logs.mkdir()
+    (logs / "a.log").symlink_to("/dev/full")
+    if not (logs / "a.log").exists():
+        pytest.skip("this system has no /dev/full")
+    site.add("a")
+    site.add("b")
+    site.write(log={"dir": str(logs)})
+    site.run()
+    site.ready()
+    lost = site.until(lambda: site.server("a")["log_dropped_bytes"], "output is lost")
+    assert site.server("b")["log_dropped_bytes"] == 0
+    assert "could not be written" in site.tqd("status", "a").stdout
+    assert lost > 0
+    site.until(lambda: "ready" in (logs / "b.log").read_text(), "the other log is written")

@@ -55,6 +55,7 @@ SNAPSHOT = wire.Snapshot(
     cancelled_total=3, prompt_tokens_total=90, generation_tokens_total=45, prompt_tps=10.0,
     decode_tps=5.0, kv_bytes=1024, kv_tokens=8, mlx_active_bytes=2048, mlx_cache_bytes=0,
     mlx_peak_bytes=4096,
+    open=(wire.OpenRequest(id="req_1", age_s=2.5, stream=True, prompt_tokens=9, completion_tokens=4),),
 )  # fmt: skip
 
 
@@ -77,6 +78,7 @@ def view() -> View:
     )
     return View(
         now=NOW,
+        seq=12,
         wall=lambda at: datetime.fromtimestamp(1_800_000_000 + at, UTC),
         fleet=Fleet("boot", {it.name: it for it in servers}),
         prepared={

@@ -128,3 +128,8 @@ def test_ready_means_every_server_that_is_meant_to_run_or_those_asked_for(view: 
         "idle": "stopped",
         "nobody": "no server of that name",
     }
+
+
+def test_output_that_no_disk_could_take_is_counted_in_the_status(view: View) -> None:
+    lost = {it["name"]: it["log_dropped_bytes"] for it in document(view)["servers"]}
+    assert lost == {"chat": 0, "code": 512, "idle": 0}

@@ -20,6 +20,7 @@ from daemon.errors import (
     UnknownServerError,
 )
 from daemon.ops.document import Document
+from daemon.ops.events import EventPage
 from daemon.paths import StateDir
 from daemon.supervisor.client import Client
 from daemon.supervisor.control import ControlSocket
@@ -49,6 +50,10 @@ class FakeDaemon:
     async def diff(self) -> Sequence[Change]:
         self._ask("diff")
         return [{"action": "stop", "server": "a", "changes": [], "text": "stop a"}]
+
+    async def events(self, after: str | None, wait_s: float) -> EventPage:
+        self._ask(("events", after, wait_s))
+        return {"last": "b-1", "missed": False, "events": []}
 
     def shut_down(self) -> None:
         self._ask("shutdown")
@@ -99,6 +104,13 @@ def test_questions_and_commands_arrive_as_they_were_meant(
     assert client.diff()[0]["text"] == "stop a"
     client.shut_down()
     assert fake.asked == [("restart", ["a"]), ("stop", None), "reload", "diff", "shutdown"]
+
+
+def test_events_are_asked_for_from_a_place_on(state: StateDir, fake: FakeDaemon) -> None:
+    client = Client(state)
+    assert client.events(None)["last"] == "b-1"
+    client.events("b-1", 2.5)
+    assert fake.asked == [("events", None, 0.0), ("events", "b-1", 2.5)]
 
 
 def test_a_refusal_comes_back_as_what_it_was(state: StateDir, fake: FakeDaemon) -> None:

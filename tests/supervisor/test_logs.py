@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
-from daemon.supervisor.logs import LogStream, LogWriter, Rotation, Tail
+import pytest
+
+from daemon.supervisor.logs import LogStream, LogWriter, Tail
+from daemon.supervisor.rotation import Rotation, rotated
 
 ROOMY = Rotation(max_size=10**6, backups=2)
 
@@ -45,11 +52,16 @@ def test_a_log_rotates_at_its_size_and_keeps_so_many_backups(tmp_path: Path) -> 
     path = tmp_path / "chat.log"
     lines = [f"{number:09}\n".encode() for number in range(10)]
     written(path, *lines, rotation=Rotation(max_size=20, backups=2))
-    assert sorted(it.name for it in tmp_path.iterdir()) == ["chat.log", "chat.log.1", "chat.log.2"]
-    kept = b"".join(
-        (tmp_path / name).read_bytes() for name in ("chat.log.2", "chat.log.1", "chat.log")
-    )
-    assert kept == b"".join(lines[4:])
+    assert {it.name.removesuffix(".gz") for it in tmp_path.iterdir()} == {
+        "chat.log",
+        "chat.log.3",
+        "chat.log.4",
+    }
+    kept = b""
+    for it in rotated(path):
+        with it.open() as file:
+            kept += file.read()
+    assert kept + path.read_bytes() == b"".join(lines[4:])
 
 
 def test_no_backups_means_that_the_file_starts_anew(tmp_path: Path) -> None:
@@ -69,14 +81,76 @@ def test_a_log_that_somebody_moved_is_opened_again(tmp_path: Path) -> None:
     assert path.read_bytes() == b"2\n"
 
 
-def test_output_that_cannot_be_written_is_counted_not_waited_for(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
+def no_folder(folder: Path) -> Path:
+    (folder / "file").touch()
+    return folder / "file" / "a.log"
+
+
+def full_disk(folder: Path) -> Path:
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    (folder / "a.log").symlink_to("/dev/full")
+    return folder / "a.log"
+
+
+def no_permission(folder: Path) -> Path:
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    (folder / "a.log").touch(mode=0o400)
+    return folder / "a.log"
+
+
+@pytest.mark.parametrize("spoil", [no_folder, full_disk, no_permission])
+def test_output_that_cannot_be_written_is_counted_not_waited_for(
+    tmp_path: Path, spoil: Callable[[Path], Path]
+) -> None:
+    path = spoil(tmp_path)
     writer = LogWriter(ROOMY)
-    writer.write(tmp_path / "file" / "a.log", b"lost")
+    writer.write(path, b"lost")
     writer.write(tmp_path / "b.log", b"kept")
     writer.close()
-    assert writer.dropped_bytes(tmp_path / "file" / "a.log") == 4
+    assert writer.dropped_bytes(path) == 4
     assert (tmp_path / "b.log").read_bytes() == b"kept"
+
+
+def test_a_log_says_where_output_was_lost_as_soon_as_it_can_be_written_again(
+    tmp_path: Path,
+) -> None:
+    path = no_folder(tmp_path)
+    writer = LogWriter(ROOMY)
+    writer.write(path, b"lost")
+    while not writer.dropped_bytes(path):
+        pass
+    path.parent.unlink()
+    writer.write(path, b"back\n")
+    writer.write(path, b"more\n")
+    writer.close()
+    marker, *lines = path.read_text().splitlines()
+    assert marker.startswith("--- 4 bytes were lost near here at 20")
+    assert lines == ["back", "more"]
+
+
+def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "a.log"
+    writer = LogWriter(ROOMY)
+    writer.write(path, b"1\n")
+    while not path.exists():
+        pass
+    shutil.rmtree(path.parent)
+    writer.write(path, b"2\n")
+    writer.close()
+    assert path.read_bytes() == b"2\n"
+    assert writer.dropped_bytes(path) == 0
+
+
+def test_a_marker_says_when(tmp_path: Path) -> None:
+    writer = LogWriter(ROOMY)
+    writer.mark(tmp_path / "a.log", "launch 7 pid 42 spec ab12")
+    writer.close()
+    assert re.fullmatch(
+        r"--- launch 7 pid 42 spec ab12 at \d{4}-\d\d-\d\dT[\d:.]+Z ---\n",
+        (tmp_path / "a.log").read_text(),
+    )
 
 
 def test_a_disk_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
@@ -96,12 +170,13 @@ def test_a_disk_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
     assert writer.dropped_bytes(tmp_path / "a.log") == 2000 - 1024
     released.set()
     writer.close()
-    assert len((tmp_path / "a.log").read_bytes()) == 1024
+    assert (tmp_path / "a.log").read_text().splitlines()[1] == "x" * 1024
 
 
 def test_the_daemons_own_log_is_written_line_by_line(tmp_path: Path) -> None:
-    stream = LogStream(tmp_path / "daemon.log", ROOMY)
+    writer = LogWriter(ROOMY)
+    stream = LogStream(tmp_path / "daemon.log", writer)
     stream.write("one\ntw")
-    assert (tmp_path / "daemon.log").read_text() == "one\n"
-    stream.write("o\n")
+    stream.write("o\nthr")
+    writer.close()
     assert (tmp_path / "daemon.log").read_text() == "one\ntwo\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -276,6 +277,24 @@ async def test_a_request_id_is_echoed_when_it_is_sane_and_made_otherwise() -> No
             assert made.startswith("req_")
 
 
+@pytest.mark.parametrize(
+    ("phase", "message"), [(Phase.DRAINING, "Shutting down"), (Phase.FAILED, "Engine failed")]
+)
+async def test_health_of_a_worker_that_ends_says_so_and_shows_no_load_progress(
+    phase: Phase, message: str
+) -> None:
+    """Even when it ends before its model was loaded."""
+    async with live_app(loaded=False) as app:
+        app.serving.progress = ("weights", 0.4)
+        app.serving.phase = phase
+        answer = await app.get("/health")
+        assert answer.status == 503
+        assert answer.json == {
+            "status": phase.value,
+            "error": {"code": 503, "message": message, "type": "unavailable_error"},
+        }
+
+
 async def test_a_draining_worker_closes_its_connections() -> None:
     async with live_app() as app:
         app.serving.phase = Phase.DRAINING
@@ -318,3 +337,16 @@ async def test_polls_are_quiet_unless_they_are_refused(lines: Any) -> None:
         await app.get("/health")
         await app.get("/props")
         assert [line["level"] for line in lines()] == ["debug", "info"]
+
+
+async def test_a_snapshot_tells_open_requests_by_id_and_tokens_and_never_a_prompt() -> None:
+    body = {"messages": HELLO, "stream": True, "max_tokens": 400, "ignore_eos": True}
+    async with live_app(Script(step_s=0.01)) as app:
+        assert app.serving.snapshot().open == ()
+        asking = asyncio.create_task(app.post(CHAT, body, headers={"x-request-id": "mine"}))
+        await until(lambda: any(it.completion_tokens for it in app.serving.snapshot().open))
+        (found,) = app.serving.snapshot().open
+        assert (found.id, found.stream, found.prompt_tokens > 0) == ("mine", True, True)
+        assert "Say hi" not in app.serving.snapshot().model_dump_json()
+        asking.cancel()
+        await until(lambda: app.serving.snapshot().open == ())

@@ -50,10 +50,14 @@ async def health(request: web.Request) -> web.Response:
         Phase.DRAINING: "Shutting down",
         Phase.FAILED: "Engine failed",
     }[serving.phase]
-    stage, fraction = serving.progress
-    error = {"code": 503, "message": message, "type": "unavailable_error"}
-    progress = {"stage": stage, "fraction": fraction}
-    return reply({"error": error, "progress": progress}, status=503, headers={"Retry-After": "5"})
+    document: dict[str, object] = {
+        "status": serving.phase.value,
+        "error": {"code": 503, "message": message, "type": "unavailable_error"},
+    }
+    if serving.phase is Phase.LOADING:
+        stage, fraction = serving.progress
+        document["progress"] = {"stage": stage, "fraction": fraction}
+    return reply(document, status=503, headers={"Retry-After": "5"})
 
 
 async def livez(request: web.Request) -> web.Response:

@@ -1,0 +1,139 @@
+"""The one entry to encoding: vectors in, canonical tiles out, by the device's kernel where it has proved itself."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Protocol, cast
+
+import mlx.core as mx
+
+from daemon.kernels import codec, metal, packing
+from daemon.kernels.attention import Backend, Choice, backend_of_device
+from daemon.kernels.packing import TILE, Packed, TileLayout
+from daemon.kernels.rotation import Side
+from daemon.policy.schemes import Codec
+
+_Coded = tuple[mx.array, mx.array]
+
+# Share of codes that may differ: a sum in another order may move a coordinate over a threshold, or choose another of
+# two stretches with all but the same angle. No error of a kernel leaves the others right.
+_TOLERANCE = 0.02
+
+
+class Encode(Protocol):
+    """A way to encode, under the contract of tiles."""
+
+    def __call__(
+        self,
+        k: mx.array | None,
+        v: mx.array | None,
+        layout: TileLayout,
+        *,
+        first: int,
+        old: mx.array | None,
+    ) -> mx.array:
+        """Return the tiles that hold *k* and *v* from slot *first* on."""
+        ...
+
+
+def tiles(
+    k: mx.array | None,
+    v: mx.array | None,
+    layout: TileLayout,
+    *,
+    first: int,
+    old: mx.array | None,
+) -> mx.array:
+    """Return the tiles that hold *k* and *v* from slot *first* on.
+
+    Args:
+        k: keys (H, n, dim_k), any float dtype; None where keys are in full precision.
+        v: values (H, n, dim_v), likewise.
+        layout: of the tiles.
+        first: slot of the first vector, counted from the beginning of the first tile.
+        old: a tile (H, 1, words) whose tokens in the slots before *first* are kept; None: those slots are zero.
+
+    Returns:
+        uint32 (H, ⌈(first + n) / 32⌉, words); slots after the last vector are zero.
+    """
+    encode = metal.tiles if choice(layout).backend == "metal" else encoded
+    return encode(k, v, layout, first=first, old=old)
+
+
+def choice(layout: TileLayout) -> Choice:
+    """Return what encodes *layout* on MLX's default device, and why not its kernel."""
+    return _choice(layout, backend_of_device())
+
+
+def encoded(
+    k: mx.array | None,
+    v: mx.array | None,
+    layout: TileLayout,
+    *,
+    first: int,
+    old: mx.array | None,
+) -> mx.array:
+    """Encode in plain mx, which is what every kernel is compared with; the contract is that of tiles."""
+    kept = None if old is None else packing.unpack(old, layout)
+    return packing.pack(
+        Packed(
+            k=_side(k, layout.k, "k", first, kept.k if kept else None),
+            v=_side(v, layout.v, "v", first, kept.v if kept else None),
+        ),
+        layout,
+    )
+
+
+def _side(
+    vectors: mx.array | None, kind: Codec, side: Side, first: int, old: _Coded | None
+) -> _Coded | None:
+    if vectors is None:
+        return None
+    codes, scales = codec.encode(vectors, kind, side)
+    if old is not None:
+        codes = mx.concatenate([old[0][:, :first], codes], axis=1)
+        scales = mx.concatenate([old[1][:, :first], scales], axis=1)
+        first = 0
+    around = [(0, 0), (first, -(first + codes.shape[1]) % TILE)]
+    return (
+        mx.pad(codes, [*around, (0, 0)]),
+        mx.pad(scales, around + [(0, 0)] * (scales.ndim - 2)),
+    )
+
+
+@cache
+def _choice(layout: TileLayout, backend: Backend) -> Choice:
+    if backend != "metal":
+        return Choice("reference")
+    refusal = metal.encoding_refusal(layout)
+    if refusal is not None:
+        return Choice("reference", refusal)
+    problem = _problem(metal.tiles, layout)
+    if problem is not None:
+        return Choice("reference", f"the metal kernels {problem}", failed=True)
+    return Choice("metal")
+
+
+def _problem(encode: Encode, layout: TileLayout) -> str | None:
+    """Return what is wrong with *encode*, as the end of a sentence that begins with it; None: nothing."""
+    random = mx.random.split(mx.random.key(0))
+    k, v = (
+        mx.random.normal((2, TILE + 5, dim), key=key) if kind.scaled else None
+        for kind, dim, key in zip(
+            (layout.k, layout.v), (layout.dim_k, layout.dim_v), random, strict=True
+        )
+    )
+    expected = packing.unpack(encoded(k, v, layout, first=3, old=None), layout)
+    try:
+        got = packing.unpack(encode(k, v, layout, first=3, old=None), layout)
+        for ours, theirs in ((got.k, expected.k), (got.v, expected.v)):
+            if ours is None or theirs is None:
+                continue
+            if cast("float", mx.mean(ours[0] != theirs[0]).item()) > _TOLERANCE:
+                return "disagree with the reference about codes on this device"
+            if not mx.allclose(ours[1], theirs[1], rtol=2e-2, atol=0).item():
+                return "disagree with the reference about scales on this device"
+    except Exception as error:  # noqa: BLE001 - whatever a device's compiler or driver raises means "not here"
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        return f"fail to encode on this device ({type(error).__name__}: {first_line})"
+    return None

@@ -1,0 +1,167 @@
+"""Changes of one token in the kernels' sources: each must be noticed, or the comparisons prove little."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import mlx.core as mx
+import pytest
+
+from daemon.kernels import encode, metal, packing
+from daemon.kernels.packing import TileLayout
+from daemon.kernels.proof import Sample, sample
+from daemon.policy.schemes import SCHEMES
+from tests.kernels.emulated_metal import TOLERANCE, case, distance, exact, needs_shim, stretched
+from tests.metalshim import shim
+from tests.metalshim.compiler import MetalShimError
+
+pytestmark = needs_shim
+
+Probe = Callable[[], bool]
+
+
+def small(scheme: str, packed_to: int = 75, **changes: object) -> Sample:
+    given = sample(case(scheme, 64, **changes))
+    return stretched(given, packed_from=4, packed_to=packed_to, tail=9)
+
+
+def right(given: Sample) -> bool:
+    out = metal.attend(given.queries, given.stored, given.scale, given.mask, given.sinks)
+    mx.eval(out)
+    return distance(out, exact(given)) < TOLERANCE[mx.float32]
+
+
+def rotary() -> bool:
+    """With an odd number of query vectors: the last ones have a SIMD-group of their own."""
+    return right(
+        small("turbo4v3", dim_k=128, n_heads=6, queries=3, scaled_keys=True, key_mean="rotary")
+    )
+
+
+def masked() -> bool:
+    """With scores far below zero and far apart."""
+    given = small("turbo3.5v8", queries=3)
+    mask = mx.random.normal((4, 3, given.stored.length), key=mx.random.key(1))
+    return right(replace(given, mask=40 * mask - 500))
+
+
+def sinking() -> bool:
+    """With more blocks than the merge has SIMD-groups."""
+    changes = {"learned_sinks": True, "scaled_keys": True, "key_mean": "constant"}
+    return right(small("turbo5v2", 520, queries=2, **changes))
+
+
+def encoding() -> bool:
+    kinds = SCHEMES["turbo3v3.5"]
+    layout = TileLayout(kinds.k, kinds.v, 80, 64)
+    k, v = (mx.random.normal((2, 61, dim), key=mx.random.key(dim)) for dim in (80, 64))
+    old = encode.encoded(k[:, :13], v[:, :13], layout, first=0, old=None)
+    for first, kept in ((4, None), (13, old)):
+        got = packing.unpack(metal.tiles(k, v, layout, first=first, old=kept), layout)
+        expected = packing.unpack(encode.encoded(k, v, layout, first=first, old=kept), layout)
+        for ours, theirs in ((got.k, expected.k), (got.v, expected.v)):
+            assert ours is not None
+            assert theirs is not None
+            if not (
+                mx.array_equal(ours[0], theirs[0]) and mx.allclose(ours[1], theirs[1], rtol=1e-3)
+            ):
+                return False
+    return True
+
+
+BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+MUTANTS: list[tuple[Probe, str, str, str]] = [
+    (rotary, "attend", BARRIER, ""),
+    (rotary, "attend", "mem_threadgroup", "mem_none"),
+    (rotary, "attend", "token < packed_to :", "token <= packed_to :"),
+    (rotary, "attend", "token >= packed_from && token", "token"),
+    (rotary, "attend", "token < plain;", "token <= plain;"),
+    (rotary, "attend", "slot * DIM_K + chunk,", "slot * DIM_V + chunk,"),
+    (rotary, "attend", "words + K_SCALES", "words + V_SCALES"),
+    (rotary, "attend", "total[q] *= shrink;", ""),
+    (rotary, "attend", "sum[q][i] *= shrink;", ""),
+    (rotary, "attend", "other = LANES / 2", "other = LANES / 4"),
+    (rotary, "attend", "token <= length - new_tokens", "token < length - new_tokens"),
+    (rotary, "attend", "a * c + b * s", "a * c - b * s"),
+    (rotary, "attend", "b * c - a * s", "b * c + a * s"),
+    (rotary, "attend", "turned[q][8 + i] * s", "turned[q][i] * s"),
+    (rotary, "attend", "tile * 32 + dropped", "tile * 32"),
+    (rotary, "attend", "tile += stride", "tile += stride + 1"),
+    (masked, "attend", "common = max(", "common = min("),
+    (rotary, "attend", "if (lane == 0)", "if (lane < 2)"),
+    (rotary, "attend", "lane < LANES && in_values", "in_values"),
+    (rotary, "attend", "first_query + q < end_query) {\n    if", "true) {\n    if"),
+    (masked, "attend", "-1e30f", "0.0f"),
+    (masked, "attend", "M_LOG2E_F", "1.0f"),
+    (masked, "attend", "mask_shape[0] > 1 ? head : 0", "0"),
+    (masked, "attend", "mask_shape[1] > 1 ? new_token : 0", "0"),
+    (sinking, "attend", "score[q] += constants[n];", ""),
+    (masked, "codes", "24 - 8 *", "16 - 8 *"),
+    (masked, "codes", "187u", "186u"),
+    (masked, "codes", "group[4 + quarter / 2]", "group[4]"),
+    (sinking, "codes", "& 3u) << shift", "& 1u) << shift"),
+    (sinking, "codes", "16 * half_group", "8 * half_group"),
+    (sinking, "merge", BARRIER, ""),
+    (sinking, "merge", "block < rotated_blocks", "block <= rotated_blocks"),
+    (sinking, "merge", "largest = simd_max(largest);", ""),
+    (sinking, "merge", "fast::exp2(sink - largest)", "0"),
+    (sinking, "merge", "j < 8", "j < 7"),
+    (encoding, "encode", BARRIER, ""),
+    (encoding, "encode", "keeps && tile == 0", "keeps && tile == 1"),
+    (encoding, "encode", "tile * 32 - first", "tile * 32"),
+    (encoding, "vectors", "levels - 1 - code", "levels - code"),
+    (encoding, "vectors", "cosine > closest", "cosine < closest"),
+    (encoding, "vectors", "c * c", "c"),
+    (encoding, "vectors", "11u * codes", "10u * codes"),
+    (encoding, "vectors", "slot < kept", "slot <= kept"),
+    (encoding, "vectors", "number < kept_numbers", "number <= kept_numbers"),
+    (encoding, "vectors", "there ? nearest", "true ? nearest"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def _checked() -> Iterator[None]:
+    with shim.installed("check"):
+        yield
+
+
+def forget() -> None:
+    for made in (metal._attend, metal._merge, metal._encode):
+        made.cache_clear()
+
+
+@pytest.mark.usefixtures("_checked")
+@pytest.mark.parametrize("probe", [rotary, masked, sinking, encoding], ids=lambda p: p.__name__)
+def test_the_kernels_as_they_are_pass(probe: Probe) -> None:
+    assert probe()
+
+
+@pytest.mark.usefixtures("_checked")
+@pytest.mark.parametrize(
+    ("probe", "name", "token", "other"), MUTANTS, ids=[f"{m[1]}: {m[2]}" for m in MUTANTS]
+)
+def test_a_mutant_is_noticed(
+    probe: Probe, name: str, token: str, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = metal._source
+    assert token in source(name)
+    monkeypatch.setattr(
+        metal,
+        "_source",
+        lambda wanted: (
+            source(wanted).replace(token, other, 1) if wanted == name else source(wanted)
+        ),
+    )
+    forget()
+    try:
+        assert not noticed_nothing(probe)
+    finally:
+        forget()
+
+
+def noticed_nothing(probe: Probe) -> bool:
+    try:
+        return probe()
+    except MetalShimError as error:
+        return "compile failed" in str(error)  # that is no mutant

@@ -1,0 +1,157 @@
+"""mx.fast.metal_kernel for a machine without Metal: the same call, executed on the CPU.
+
+Kernels run when they are called, not when their result is needed; not inside mx.compile, and only while installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import mlx.core as mx
+import numpy as np
+
+from tests.metalshim import compiler, launch
+from tests.metalshim.launch import Buffer, Launched
+from tests.metalshim.translate import Argument, TemplateValue, named, translation
+
+Scalar = bool | int | float
+
+
+@dataclass(eq=False)
+class Settings:
+    """How kernels run, and what ran: each launch by kernel, each translated source by its text."""
+
+    mode: str = "ub"
+    order: str = "forward"
+    seed: int = 0
+    launches: list[tuple[str, Launched]] = field(default_factory=list)
+    sources: dict[str, str] = field(default_factory=dict)
+
+
+_installed: list[Settings] = []  # the last one counts
+
+
+def metal_kernel(
+    name: str,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    source: str,
+    header: str = "",
+    ensure_row_contiguous: bool = True,
+    atomic_outputs: bool = False,
+    compile_options: object = None,
+) -> Callable[..., list[mx.array]]:
+    """Return a function that runs the kernel; arguments and result are those of mx.fast.metal_kernel."""
+    if atomic_outputs:
+        raise NotImplementedError("no kernel of ours has atomic outputs")
+
+    def call(
+        *,
+        inputs: Sequence[mx.array | Scalar],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+        grid: Sequence[int],
+        threadgroup: Sequence[int],
+        template: Sequence[tuple[str, object]] = (),
+        init_value: float | None = None,
+        stream: object = None,
+    ) -> list[mx.array]:
+        settings = _installed[-1]
+        arguments, buffers = [], []
+        for key, value in zip(input_names, inputs, strict=True):
+            array, dtype = _numpy(value)
+            if ensure_row_contiguous:
+                array = np.ascontiguousarray(array) if array.ndim else array
+            given = named(key, source) if array.ndim else ()
+            arguments.append(Argument(key, dtype, array.size, array.ndim, given=given))
+            buffers.append(Buffer(key, _span(array)))
+            strides = [stride // array.itemsize for stride in array.strides]
+            described = {
+                "shape": np.array(array.shape, np.int32),
+                "strides": np.array(strides, np.int64),
+                "ndim": np.array(array.ndim, np.int32),
+            }
+            buffers += [Buffer(f"{key}_{what}", described[what].tobytes()) for what in given]
+        outputs = []
+        for key, shape, kind in zip(output_names, output_shapes, output_dtypes, strict=True):
+            dtype = _dtype_name(kind)
+            filled = np.full(shape, init_value or 0, _storage(dtype))
+            arguments.append(Argument(key, dtype, filled.size, filled.ndim, output=True))
+            outputs.append(
+                Buffer(key, filled.tobytes(), writable=True, initialized=init_value is not None)
+            )
+        values = [(key, _template_value(value)) for key, value in template]
+        text = translation(name, header, source, arguments, values)
+        settings.sources[text] = name
+        done = launch.launch(
+            compiler.compiled(text, settings.mode),
+            [*buffers, *outputs],
+            grid,
+            threadgroup,
+            check=settings.mode == "check",
+            order=settings.order,
+            seed=settings.seed,
+        )
+        settings.launches.append((name, done))
+        return [
+            _mlx(np.frombuffer(buffer.memory, _storage(_dtype_name(kind))).reshape(shape), kind)
+            for buffer, shape, kind in zip(outputs, output_shapes, output_dtypes, strict=True)
+        ]
+
+    return call
+
+
+@contextmanager
+def installed(mode: str = "ub", order: str = "forward", seed: int = 0) -> Iterator[Settings]:
+    """Make code that is written for Metal run here: mx.fast.metal_kernel is ours, and Metal is the default device."""
+    settings = Settings(mode, order, seed)
+    _installed.append(settings)
+    with (
+        patch.object(mx.fast, "metal_kernel", metal_kernel),
+        patch.object(mx.metal, "is_available", lambda: True),
+        patch.object(mx, "default_device", lambda: mx.Device(mx.gpu)),
+    ):
+        try:
+            yield settings
+        finally:
+            _installed.remove(settings)
+
+
+def _dtype_name(dtype: mx.Dtype) -> str:
+    return str(dtype).rsplit(".", 1)[-1].removesuffix("_")
+
+
+def _storage(dtype: str) -> np.dtype[Any]:
+    """Return NumPy's type for the bits of MLX's *dtype*: it has no bfloat16."""
+    return np.dtype("uint16" if dtype == "bfloat16" else dtype)
+
+
+def _numpy(value: mx.array | Scalar) -> tuple[np.ndarray[Any, Any], str]:
+    """Return *value* as an array that shares MLX's memory, strides included, and the name of its dtype."""
+    if isinstance(value, bool | int | float):
+        array = np.array(value, {bool: np.bool_, int: np.int32, float: np.float32}[type(value)])
+        return array, str(array.dtype)
+    dtype = _dtype_name(value.dtype)
+    return np.asarray(value.view(mx.uint16) if dtype == "bfloat16" else value), dtype
+
+
+def _span(array: np.ndarray[Any, Any]) -> bytes:
+    """Return the memory from the first to the last element of *array*, gaps between them included."""
+    if not array.size:
+        return b""
+    reach = sum((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True))
+    flat = np.lib.stride_tricks.as_strided(array, (reach // array.itemsize + 1,), (array.itemsize,))
+    return flat.tobytes()
+
+
+def _mlx(array: np.ndarray[Any, Any], dtype: mx.Dtype) -> mx.array:
+    made = mx.array(array)
+    return made.view(mx.bfloat16) if dtype == mx.bfloat16 else made
+
+
+def _template_value(value: object) -> TemplateValue:
+    return value if isinstance(value, bool | int) else _dtype_name(value)  # type: ignore[arg-type] # a dtype then
