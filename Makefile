@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 BLAS   := $(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0))
 RUN    := $(if $(BLAS),LD_PRELOAD=$(BLAS) )$(BIN)/python
 
-.PHONY: all demo test check unit bench-quality bench-kernels clean
+.PHONY: all demo test check unit bench-quality bench-decode bench-prefill bench-kernels clean
 
 all: test
 
@@ -26,6 +26,12 @@ unit: $(VENV)/.dev
 
 bench-quality: $(VENV)/.runtime  ## KL divergence and bytes of our schemes and published ones; ARGS=--small takes minutes
 	$(RUN) tests/bench/quality.py $(ARGS)
+
+bench-decode: $(VENV)/.runtime  ## decode speed and bytes of every cache; ARGS="--clock cpu" on a machine that others use
+	$(RUN) tests/bench/decode.py $(ARGS)
+
+bench-prefill: $(VENV)/.runtime  ## prompt speed and peak memory
+	$(RUN) tests/bench/prefill.py $(ARGS)
 
 bench-kernels: $(VENV)/.dev  ## GPU time of our attention kernels against MLX's own on an fp16 cache; needs an NVIDIA GPU; ARGS="--quick --json FILE"
 	$(RUN) tests/bench/kernels.py $(ARGS)

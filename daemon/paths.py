@@ -56,6 +56,11 @@ class StateDir:
         return self.root / "profiles"
 
     @property
+    def device(self) -> Path:
+        """What models compute on, as it was found out last."""
+        return self.root / "device.json"
+
+    @property
     def last_good(self) -> Path:
         """The last configuration that was accepted."""
         return self.root / "last-good"

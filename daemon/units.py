@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, PlainSerializer, WithJsonSchema
 
@@ -13,7 +13,10 @@ _SIZES = {
     "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
 }  # fmt: skip
 _DURATIONS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
 _NUMBER_UNIT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*")
+
+MemoryBudget = Literal["auto"] | float | int
 
 
 def parse_size(value: object) -> int:
@@ -48,6 +51,35 @@ def parse_duration(value: object) -> float:
         if match and match[2] in _DURATIONS:
             return float(match[1]) * _DURATIONS[match[2]]
     raise ValueError(f"{value!r} is not a duration; write a number with ms, s, m or h, such as 30s")
+
+
+def parse_budget(value: object) -> MemoryBudget:
+    """Return a memory budget: ``auto``, a share such as ``75%`` as a number up to 1, or bytes.
+
+    Raises:
+        ValueError: *value* is none of these.
+    """
+    if value == "auto":
+        return "auto"
+    if isinstance(value, float) and 0 < value <= 1:
+        return value  # from a document of ours
+    match = _PERCENT.fullmatch(value) if isinstance(value, str) else None
+    if match and 0 < float(match[1]) <= 100:
+        return float(match[1]) / 100
+    try:
+        size = parse_size(value)
+    except ValueError:
+        size = 0
+    if not size:
+        raise ValueError(
+            f"{value!r} is not a memory budget; write auto, a share such as 75%, or a size such as 48GiB"
+        )
+    return size
+
+
+def format_budget(budget: MemoryBudget) -> str | int:
+    """Return *budget* as servers.yaml would say it."""
+    return f"{budget * 100:g}%" if isinstance(budget, float) else budget
 
 
 def format_size(count: float) -> str:
@@ -94,4 +126,18 @@ Duration = Annotated[
     BeforeValidator(_duration),
     PlainSerializer(format_duration, return_type=str),
     WithJsonSchema({"type": "string", "pattern": r"^\d+(\.\d+)?\s*(ms|s|m|h)$"}),
+]
+Budget = Annotated[
+    MemoryBudget,
+    BeforeValidator(parse_budget),
+    PlainSerializer(format_budget),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"const": "auto"},
+                {"type": "integer", "minimum": 1},
+                {"type": "string", "pattern": r"^\d+(\.\d+)?\s*(%|B|[KMGT]i?B)$"},
+            ]
+        }
+    ),
 ]

@@ -7,6 +7,7 @@ in the server's `env:` block:
     STUB_LOAD_S=seconds   how long loading takes
     STUB_EXIT_AFTER_S=s   exits with 1 that long after it was ready
     STUB_DRAIN_S=seconds  how long the running requests take to finish
+    STUB_PROMISED=bytes   the memory that its running requests may still come to use
 
 It uses nothing but the standard library, so that a test may start many of them quickly.
 """
@@ -84,6 +85,7 @@ def listen_to_daemon(channel: Channel) -> None:
                 threading.Thread(target=drain).start()
             case "live":
                 State.spec["server"] = message["server"]
+                State.spec["memory_limit_bytes"] = message["memory_limit_bytes"]
                 channel.say("ack", spec_hash=message["spec_hash"])
             case _:
                 pass
@@ -99,6 +101,7 @@ class Answer(BaseHTTPRequestHandler):
                 "pid": os.getpid(),
                 "launch": State.spec["launch"],
                 "aliases": State.spec["server"]["aliases"],
+                "memory_limit_bytes": State.spec["memory_limit_bytes"],
             }
         ).encode()
         self.send_response(200 if State.ready and not State.draining else 503)
@@ -164,7 +167,8 @@ def beat(channel: Channel) -> None:
     generation = 0
     while True:
         generation += MODE != "stall"
-        channel.say("snapshot", generation=generation, **NUMBERS)
+        promised = max(int(ORDERS.get("STUB_PROMISED", "0")), State.spec["memory_limit_bytes"] or 0)
+        channel.say("snapshot", generation=generation, memory_promised_bytes=promised, **NUMBERS)
         time.sleep(BEAT_S)
         if time.monotonic() - started > exit_after_s:
             write("had enough")

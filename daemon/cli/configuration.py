@@ -15,9 +15,11 @@ import click
 from daemon.cli.report import report
 from daemon.cli.tables import print_report
 from daemon.config.load import load
+from daemon.config.machine import machine
 from daemon.config.prepare import prepare
 from daemon.config.schema import json_schema
 from daemon.errors import ConfigError, TqdError
+from daemon.supervisor import device, environment
 
 if TYPE_CHECKING:  # the group imports this module
     from daemon.cli.main import Settings
@@ -51,7 +53,8 @@ servers:
 def check(settings: Settings, as_json: bool) -> None:
     """Say what servers.yaml means: every server, every layer, every byte. Exits with 0 or 2."""
     try:
-        result = report(prepare(load(settings.config), state=settings.state))
+        here = machine(device.facts(settings.state, environment.inherited()))
+        result = report(prepare(load(settings.config), state=settings.state, on=here))
     except ConfigError as error:
         if not as_json:
             raise

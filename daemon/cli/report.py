@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from daemon.config.machine import budget_bytes
 from daemon.config.prepare import Prepared, PreparedServer
-from daemon.policy.budget import Fit
+from daemon.policy.claim import Claim
 from daemon.policy.resolve import LayerGroup
+from daemon.supervisor import memory
 
 State = Literal["ok", "disabled", "unresolved", "no weights", "blocked"]
 
 
 @dataclass(frozen=True, slots=True)
 class ServerReport:
-    """One server; sizes in bytes, None where the model or its weights are not on this machine."""
+    """One server; sizes in bytes, None where the model or its weights are not on this machine.
+
+    *share_bytes* is what it would get if every enabled server ran; None: it would not start then.
+    """
 
     name: str
     state: State
@@ -34,7 +38,9 @@ class ServerReport:
     compression: float | None
     kv_bytes: int | None
     weights_bytes: int | None
-    minimum_bytes: int | None
+    claim: Claim | None
+    needs_bytes: int | None
+    share_bytes: int | None
     warnings: tuple[str, ...]
 
 
@@ -42,16 +48,17 @@ class ServerReport:
 class MemoryReport:
     """All enabled servers together, in bytes.
 
-    *needed_bytes* has every server at `max_concurrent` sequences of `max_context` tokens, *minimum_bytes*
-    at one such sequence. *unknown* are the servers that count nothing or their KV cache only.
+    *needs_bytes* are the weights, the process, scratch memory and one sequence of `max_context` tokens of
+    each; *wants_bytes* have `max_concurrent` sequences. *unknown* are the servers that count nothing.
     """
 
+    device: str
     machine_bytes: int
     budget_bytes: int
     weights_bytes: int
     kv_bytes: int
-    needed_bytes: int
-    minimum_bytes: int
+    needs_bytes: int
+    wants_bytes: int
     fits: Literal["yes", "not all at once", "no"]
     unknown: tuple[str, ...]
 
@@ -73,18 +80,26 @@ class Report:
 
 def report(prepared: Prepared) -> Report:
     """Return what *prepared* means for the one who wrote it."""
-    servers = tuple(_server(server) for server in prepared.servers.values())
-    memory = _memory(prepared)
+    claims = {
+        server.name: server.claim
+        for server in prepared.servers.values()
+        if server.spec.enabled and server.claim is not None
+    }
+    refused = memory.admit_in_turn(prepared.budget_bytes, claims.items(), {})
+    fitting = {name: claim for name, claim in claims.items() if name not in refused}
+    shares = memory.divide(prepared.budget_bytes, fitting)
+    servers = tuple(_server(server, shares.get(name)) for name, server in prepared.servers.items())
+    together = _memory(prepared, claims)
     return Report(
         config=str(prepared.path),
         servers=servers,
-        memory=memory,
+        memory=together,
         warnings=tuple(map(str, prepared.warnings)),
-        ok=memory.fits != "no" and not any(s.state in ("unresolved", "blocked") for s in servers),
+        ok=together.fits != "no" and not any(s.state in ("unresolved", "blocked") for s in servers),
     )
 
 
-def _server(server: PreparedServer) -> ServerReport:
+def _server(server: PreparedServer, share_bytes: int | None) -> ServerReport:
     cost, blocked, resolved = server.cost, server.blocked, server.resolved
     host = f"[{server.spec.host}]" if ":" in server.spec.host else server.spec.host
     return ServerReport(
@@ -105,7 +120,9 @@ def _server(server: PreparedServer) -> ServerReport:
         compression=cost.compression if cost else None,
         kv_bytes=server.kv_bytes,
         weights_bytes=server.weights_bytes,
-        minimum_bytes=server.minimum_bytes,
+        claim=server.claim,
+        needs_bytes=server.claim.needs_bytes if server.claim else None,
+        share_bytes=share_bytes,
         warnings=server.warnings,
     )
 
@@ -120,22 +137,19 @@ def _state(server: PreparedServer) -> State:
     return "blocked" if server.blocked else "ok"
 
 
-def _memory(prepared: Prepared) -> MemoryReport:
+def _memory(prepared: Prepared, claims: Mapping[str, Claim]) -> MemoryReport:
     enabled = [server for server in prepared.servers.values() if server.spec.enabled]
-    budget = budget_bytes(prepared.memory_bytes)
-    everything = Fit(
-        weights_bytes=sum(server.weights_bytes or 0 for server in enabled),
-        kv_bytes=sum(server.kv_bytes or 0 for server in enabled),
-        memory_bytes=budget,
-    )
-    minimum = sum(server.minimum_bytes or 0 for server in enabled)
+    budget = prepared.budget_bytes
+    needs = sum(claim.needs_bytes for claim in claims.values())
+    wants = sum(claim.wants_bytes for claim in claims.values())
     return MemoryReport(
-        machine_bytes=prepared.memory_bytes,
+        device=prepared.machine.device_name,
+        machine_bytes=prepared.machine.total_bytes,
         budget_bytes=budget,
-        weights_bytes=everything.weights_bytes,
-        kv_bytes=everything.kv_bytes,
-        needed_bytes=everything.needed_bytes,
-        minimum_bytes=minimum,
-        fits="yes" if everything.fits else "not all at once" if minimum <= budget else "no",
-        unknown=tuple(server.name for server in enabled if server.weights_bytes is None),
+        weights_bytes=sum(claim.weights_bytes for claim in claims.values()),
+        kv_bytes=sum(server.kv_bytes or 0 for server in enabled),
+        needs_bytes=needs,
+        wants_bytes=wants,
+        fits="yes" if wants <= budget else "not all at once" if needs <= budget else "no",
+        unknown=tuple(server.name for server in enabled if server.claim is None),
     )

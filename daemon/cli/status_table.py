@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 
 from rich.console import Group, RenderableType
@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from daemon.cli.waiting import failure, reason
-from daemon.ops.document import ConfigSection, Document, ServerStatus
+from daemon.ops.document import ConfigSection, Document, MachineMemory, Memory, ServerStatus
 from daemon.units import format_size
 
 _STYLES = {
@@ -40,6 +40,8 @@ def _overview(document: Document) -> Iterator[RenderableType]:
             yield Text(f"\n{reason(server)}", style=_STYLES[server["state"]])
             hint = server["hint"] or f"`tqd status {server['name']}` shows its last lines"
             yield Text(f"  hint: {hint}", style="dim")
+    if memory := document["memory"]:
+        yield _machine(memory)
     yield from _notes(document)
 
 
@@ -134,14 +136,7 @@ def _fact_rows(server: ServerStatus) -> Iterator[tuple[str, str]]:
     if server["load_s"] is not None:
         yield "load", f"{server['load_s']:.1f} s"
     if memory := server["memory"]:
-        sizes = {
-            "weights": memory["weights_bytes"],
-            "KV cache": memory["kv_bytes"],
-            "MLX active": memory["mlx_active_bytes"],
-            "MLX cache": memory["mlx_cache_bytes"],
-            "MLX peak": memory["mlx_peak_bytes"],
-        }
-        yield "memory", ", ".join(f"{name} {format_size(size)}" for name, size in sizes.items())
+        yield from _memory_rows(memory)
     if speed := server["throughput"]:
         yield "tokens/s", f"prompt {speed['prompt_tps']:.1f}, decode {speed['decode_tps']:.1f}"
     lost = server["log_dropped_bytes"]
@@ -149,6 +144,42 @@ def _fact_rows(server: ServerStatus) -> Iterator[tuple[str, str]]:
         "log",
         server["log_path"] + (f" ({format_size(lost)} could not be written)" if lost else ""),
     )
+
+
+def _memory_rows(memory: Memory) -> Iterator[tuple[str, str]]:
+    plan = {
+        "planned": memory["planned_bytes"],
+        "needs": memory["needs_bytes"],
+        "could use": memory["wants_bytes"],
+    }
+    yield "memory plan", _sizes(plan)
+    use = {
+        "process": memory["process_footprint_bytes"],
+        "weights": memory["weights_bytes"],
+        "KV cache": memory["kv_bytes"],
+        "reserved for running requests": memory["kv_reserved_bytes"],
+        "MLX active": memory["mlx_active_bytes"],
+        "MLX cache": memory["mlx_cache_bytes"],
+        "MLX peak": memory["mlx_peak_bytes"],
+    }
+    if sizes := _sizes(use):
+        yield "memory used", sizes
+
+
+def _sizes(sizes: Mapping[str, int | None]) -> str:
+    return ", ".join(
+        f"{name} {format_size(size)}" for name, size in sizes.items() if size is not None
+    )
+
+
+def _machine(memory: MachineMemory) -> Text:
+    text = (
+        f"\nmemory: {format_size(memory['planned_bytes'])} of {format_size(memory['budget_bytes'])} planned"
+        f" for servers ({format_size(memory['total_bytes'])} {memory['device']})"
+    )
+    if memory["over_budget"]:
+        return Text(f"{text}: over budget; what runs goes on, nothing new starts", style="red")
+    return Text(text, style="dim")
 
 
 def _layers(server: ServerStatus) -> Iterator[RenderableType]:

@@ -11,7 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from daemon.cli.report import MemoryReport, Report, ServerReport
+from daemon.policy.claim import Claim
 from daemon.policy.resolve import LayerGroup
+from daemon.supervisor.memory import words
 from daemon.units import format_size
 
 _PIPED_WIDTH = 200  # columns where no terminal says its own
@@ -37,7 +39,7 @@ def print_report(report: Report) -> None:
         for part in _server(server):
             out.print(part)
         out.print()
-    if report.memory.needed_bytes or report.memory.unknown:
+    if report.memory.needs_bytes or report.memory.unknown:
         for part in _memory(report.memory):
             out.print(part)
     for warning in report.warnings:
@@ -59,6 +61,8 @@ def _server(server: ServerReport) -> Iterator[RenderableType]:
         yield _line(f"policy {server.policy}: {server.summary}")
         yield Padding(_layers(server.layers), (0, 0, 0, 2), expand=False)
         yield _line(_sizes(server))
+        if server.claim is not None:
+            yield _line(_plan(server, server.claim))
     if server.allowlist:
         yield _line(f"4-bit keys allowed: {server.allowlist}", "dim")
     for warning in server.warnings:
@@ -98,15 +102,23 @@ def _sizes(server: ServerReport) -> str:
     return "; ".join(parts)
 
 
+def _plan(server: ServerReport, claim: Claim) -> str:
+    """Return what the server needs of the machine's memory, and what it gets."""
+    if server.share_bytes is not None:
+        gets = f"gets {format_size(server.share_bytes)} of the {format_size(claim.wants_bytes)} that it could use"
+    elif server.state == "disabled":
+        gets = "not planned for"
+    else:
+        gets = "does not fit beside the servers before it"
+    return f"memory: needs {format_size(claim.needs_bytes)} ({words(claim)}); {gets}"
+
+
 def _memory(memory: MemoryReport) -> Iterator[Text]:
     share = (
         f"{memory.budget_bytes / memory.machine_bytes:.0%} of {format_size(memory.machine_bytes)}"
     )
     budget = f"{format_size(memory.budget_bytes)} ({share})"
-    needed = (
-        f"weights {format_size(memory.weights_bytes)} + KV {format_size(memory.kv_bytes)} "
-        f"= {format_size(memory.needed_bytes)} of {budget}"
-    )
+    needed = f"{format_size(memory.needs_bytes)} needed of {budget}"
     match memory.fits:
         case "yes" if memory.unknown:
             yield Text(f"together, as far as known: {needed}")
@@ -114,16 +126,12 @@ def _memory(memory: MemoryReport) -> Iterator[Text]:
             yield Text(f"together: {needed}: fits", style="green")
         case "not all at once":
             yield Text(
-                f"together: {needed}: only with fewer or shorter sequences at once; with one full "
-                f"sequence each {format_size(memory.minimum_bytes)}",
+                f"together: {needed}: fits; every sequence at its longest at once would take"
+                f" {format_size(memory.wants_bytes)}, so some requests may wait",
                 style="yellow",
             )
         case "no":
-            yield Text(
-                f"together: {needed}: does not fit, not even with one full sequence each "
-                f"({format_size(memory.minimum_bytes)})",
-                style="red",
-            )
+            yield Text(f"together: {needed}: does not fit", style="red")
     if memory.unknown:
         yield Text(f"not counted, weights not here: {', '.join(memory.unknown)}", style="yellow")
 

@@ -17,10 +17,10 @@ from pydantic.fields import FieldInfo
 
 from daemon.config.spec import ApiKeyFile, DaemonSpec, LogSpec, PromptCacheSpec, ServerSpec
 from daemon.policy.spec import CalibrationSource, FrozenModel, KvSpec, LayerRule
-from daemon.units import Duration, Size
+from daemon.units import Budget, Duration, Size
 
 Model = type[FrozenModel]
-Kind = Literal["text", "integer", "number", "boolean", "null", "size", "duration"]
+Kind = Literal["text", "integer", "number", "boolean", "null", "size", "duration", "budget"]
 
 # Keys whose relative value is meant relative to the file that holds it.
 PATHS: frozenset[tuple[Model, str]] = frozenset({
@@ -41,6 +41,7 @@ HINTS: Mapping[tuple[Model, str], str] = {
     (ServerSpec, "cors_origins"): "[localhost]",
     (ServerSpec, "aliases"): "[qwen]",
     (ServerSpec, "kv"): "kv: {policy: balanced}",
+    (KvSpec, "budget"): "auto, none or a size such as 4GiB",
     (KvSpec, "calibration"): "auto, none, {text: path} or {profile: path}",
 }
 # What stands for a required key that is missing or wrong while the rest is checked.
@@ -80,6 +81,7 @@ _KIND_NAMES: dict[Kind, str] = {
     "boolean": "true or false",
     "size": "a size such as 4GiB",
     "duration": "a duration such as 30s",
+    "budget": "auto, a share such as 75% or a size such as 48GiB",
     "text": "text",
 }
 
@@ -194,5 +196,9 @@ _LEAVES: dict[object, frozenset[Kind]] = {
     bool: frozenset({"boolean"}),
     type(None): frozenset({"null"}),
 }
-# the validators that tell a size and a duration from a bare number
-_UNITS: dict[object, Kind] = {get_args(Size)[1]: "size", get_args(Duration)[1]: "duration"}
+# the validators that tell values with units from bare numbers
+_UNITS: dict[object, Kind] = {
+    get_args(Size)[1]: "size",
+    get_args(Duration)[1]: "duration",
+    get_args(Budget)[1]: "budget",
+}

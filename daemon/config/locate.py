@@ -19,6 +19,7 @@ from daemon.errors import TqdError
 MAIN_REVISION = "main"
 WEIGHT_FILES = "model*.safetensors"  # what mlx-lm loads
 
+_FLOAT_BYTES = {"F16": 2, "BF16": 2, "F32": 4}
 _MAX_HEADER_BYTES = 100_000_000  # as the safetensors library refuses
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -51,6 +52,18 @@ class Weights:
     def total_bytes(self) -> int:
         """The size of all files together."""
         return sum(size for _, size, _ in self.files)
+
+    @property
+    def value_bytes(self) -> int:
+        """The size of a number as the model computes: 4 where most of its floating-point values are F32, else 2."""
+        counted = {2: 0, 4: 0}
+        for _, _, header in self.files:
+            for name, tensor in json.loads(header).items():
+                size = _FLOAT_BYTES.get(tensor.get("dtype")) if name != "__metadata__" else None
+                if size is not None:
+                    first, end = tensor["data_offsets"]
+                    counted[size] += end - first
+        return 4 if counted[4] > counted[2] else 2
 
 
 def locate(model: str, revision: str | None, *, hub: Path) -> Located:

@@ -24,7 +24,7 @@ from daemon.config.locate import (
     read_config,
     read_weights,
 )
-from daemon.config.machine import budget_bytes, memory_bytes
+from daemon.config.machine import Machine, machine
 from daemon.config.read import ENVIRONMENT_MISFIT
 from daemon.config.source import Source
 from daemon.config.spec import DaemonSpec, ServerSpec, spec_hash
@@ -34,11 +34,13 @@ from daemon.log import Level
 from daemon.paths import StateDir, hf_hub_dir
 from daemon.policy.architecture import Architecture, read_architecture
 from daemon.policy.budget import KvCost, kv_bytes, kv_cost, longest_context
+from daemon.policy.claim import Claim, Sizing
 from daemon.policy.evidence import allowance, fewest_key_bits
 from daemon.policy.resolve import ResolvedPolicy, request, resolve
 from daemon.policy.rules import AllowEntry
 from daemon.policy.spec import KvRequest
 from daemon.policy.store import load_allowlist
+from daemon.units import format_size
 
 MODEL_MISSING = "model_missing"
 MODEL_FAULT = "model_fault"  # of a disabled server only: an enabled one refuses the whole edit
@@ -62,8 +64,8 @@ class PreparedServer:
     *spec_hash* changes with whatever needs another worker, *live_hash* with the rest; the latter covers
     the API key and is not for display. *model* is the model as the file names it; *hidden* are the dotted
     keys whose values must not be shown. Sizes are None while the model or its weights are missing:
-    *kv_bytes* is for `max_concurrent` sequences of *max_context* tokens, *planned_bytes* adds the weights,
-    and *minimum_bytes* has one such sequence only.
+    *kv_bytes* is for `max_concurrent` sequences of *max_context* tokens; *claim* is what the server asks of
+    the machine's memory.
     """
 
     name: str
@@ -82,8 +84,7 @@ class PreparedServer:
     cost: KvCost | None = None
     weights_bytes: int | None = None
     kv_bytes: int | None = None
-    planned_bytes: int | None = None
-    minimum_bytes: int | None = None
+    claim: Claim | None = None
     blocked: Blocked | None = None
     warnings: tuple[str, ...] = ()
     hidden: frozenset[str] = frozenset()
@@ -100,27 +101,32 @@ class Prepared:
     watched: tuple[Path, ...]
     warnings: tuple[Problem, ...]
     content_hash: str
-    memory_bytes: int
+    machine: Machine
     allowlist: tuple[AllowEntry, ...]
     daemon_source: Source = field(repr=False)
 
+    @property
+    def budget_bytes(self) -> int:
+        """What all servers together may use."""
+        return self.machine.budget_bytes(self.daemon.memory_budget)
 
-def prepare(loaded: Loaded, *, state: StateDir, memory: int | None = None) -> Prepared:
+
+def prepare(loaded: Loaded, *, state: StateDir, on: Machine | None = None) -> Prepared:
     """Return *loaded* with models found, policies resolved and sizes known.
 
-    *memory* is what the machine has, in bytes; by default it is asked.
+    *on* is the machine that it is for; by default this one, with models on the CPU.
 
     Raises:
         ConfigError: with every fault of a policy or a model, at the key that says it.
     """
-    total = memory_bytes() if memory is None else memory
+    place = machine() if on is None else on
     models = _Models()
     allowlist = load_allowlist(state.allowlist)
     problems: list[Problem] = []
     servers = {
         name: server
         for name in loaded.servers.servers
-        if (server := _prepare(name, loaded, models, allowlist, budget_bytes(total), problems))
+        if (server := _prepare(name, loaded, models, allowlist, place, problems))
     }
     if problems:
         raise ConfigError(problems)
@@ -132,7 +138,7 @@ def prepare(loaded: Loaded, *, state: StateDir, memory: int | None = None) -> Pr
         watched=loaded.watched,
         warnings=loaded.warnings,
         content_hash=loaded.content_hash,
-        memory_bytes=total,
+        machine=place,
         allowlist=allowlist,
         daemon_source=loaded.daemon_source,
     )
@@ -176,7 +182,7 @@ def _prepare(
     loaded: Loaded,
     models: _Models,
     allowlist: tuple[AllowEntry, ...],
-    budget: int,
+    place: Machine,
     problems: list[Problem],
 ) -> PreparedServer | None:
     """Return one server, or None after adding to *problems*."""
@@ -204,7 +210,7 @@ def _prepare(
         problem = source.problem("model", error.message, error.hint)
         return _refused(server, problem, problems)
     try:
-        server = _resolved(server, model, allowlist, budget)
+        server = _resolved(server, model, allowlist, place)
     except PolicyError as error:
         return _refused(server, _kv_problem(source, error), problems)
     return _hashed(replace(server, blocked=_missing(server, model)))
@@ -228,7 +234,7 @@ def _kv_problem(source: Source, error: PolicyError) -> Problem:
 
 
 def _resolved(
-    server: PreparedServer, model: _Model, allowlist: tuple[AllowEntry, ...], budget: int
+    server: PreparedServer, model: _Model, allowlist: tuple[AllowEntry, ...], place: Machine
 ) -> PreparedServer:
     """Return *server* with the policy of each layer and its sizes; raises PolicyError."""
     architecture, spec = model.architecture, server.spec
@@ -241,10 +247,18 @@ def _resolved(
     )
     resolved = resolve(server.kv, architecture, allowed=allowed)
     weights_bytes = model.weights.total_bytes or None
-    free = max(0, budget - model.weights.total_bytes)
-    context, context_warnings = _context(spec.max_context, resolved, architecture, free)
-    one = kv_bytes(resolved, architecture, context_tokens=context)
-    full = one * spec.max_concurrent
+    sizing = Sizing(
+        resolved,
+        architecture,
+        weights_bytes=model.weights.total_bytes,
+        device=place.device,
+        value_bytes=model.weights.value_bytes,
+    )
+    context, context_warnings = _context(spec.max_context, sizing, place.budget_bytes())
+    claim = sizing.claim(
+        max_context=context, max_concurrent=spec.max_concurrent, kv_budget=spec.kv.budget
+    )
+    _check_budget(claim, sizing, context)
     return replace(
         server,
         model_path=model.folder,
@@ -255,21 +269,25 @@ def _resolved(
         max_context=context,
         cost=kv_cost(resolved, architecture),
         weights_bytes=weights_bytes,
-        kv_bytes=full,
-        planned_bytes=None if weights_bytes is None else weights_bytes + full,
-        minimum_bytes=None if weights_bytes is None else weights_bytes + one,
+        kv_bytes=kv_bytes(
+            resolved,
+            architecture,
+            context_tokens=context,
+            sequences=spec.max_concurrent,
+            value_bytes=model.weights.value_bytes,
+        ),
+        claim=None if weights_bytes is None else claim,
         warnings=(*resolved.warnings, *architecture.notes, *context_warnings),
     )
 
 
-def _context(
-    wanted: int | None, resolved: ResolvedPolicy, architecture: Architecture, free_bytes: int
-) -> tuple[int, tuple[str, ...]]:
+def _context(wanted: int | None, sizing: Sizing, most_bytes: int) -> tuple[int, tuple[str, ...]]:
     """Return the tokens of the longest sequence, and a warning where it is not the model's own number.
 
-    Without a wish it is lowered until one sequence fits; what other servers use never counts.
+    Without a wish it is lowered until one sequence fits into *most_bytes* with everything else that the
+    server needs; what other servers use never counts, nor does what `daemon.memory_budget` says.
     """
-    own = architecture.max_context
+    own = sizing.arch.max_context
     if wanted is not None:
         if own is not None and wanted > own:
             return wanted, (f"max_context {wanted} is more than the model's own {own}",)
@@ -278,10 +296,26 @@ def _context(
         return _CONTEXT_WITHOUT_CONFIG, (
             f"config.json names no longest context: max_context {_CONTEXT_WITHOUT_CONFIG} is used",
         )
-    fitting = longest_context(resolved, architecture, free_bytes=free_bytes, most_tokens=own)
+    fitting = sizing.longest_context(most_bytes, most_tokens=own)
     if fitting in (0, own):  # 0: the weights alone fill the machine, and no context would help
         return own, ()
     return fitting, (f"max_context is lowered from {own} to {fitting}: one sequence must fit here",)
+
+
+def _check_budget(claim: Claim, sizing: Sizing, context: int) -> None:
+    """Refuse a `kv.budget` in which not even one sequence has room; raises PolicyError."""
+    if claim.most_kv_bytes >= claim.sequence_bytes:
+        return
+    fitting = longest_context(
+        sizing.sequence_bytes, free_bytes=claim.most_kv_bytes, most_tokens=context
+    )
+    shorter = f", or set max_context to at most {fitting}" if fitting else ""
+    raise PolicyError(
+        "budget",
+        f"{format_size(claim.most_kv_bytes)} hold no sequence of max_context {context} tokens, which takes"
+        f" {format_size(claim.sequence_bytes)}",
+        hint=f"write a larger budget{shorter}",
+    )
 
 
 def _missing(server: PreparedServer, model: _Model) -> Blocked | None:
@@ -339,14 +373,24 @@ def worker_spec(
         fingerprint=server.fingerprint,
         profiles=str(profiles) if profiles else None,
         memory_limit_bytes=memory_limit_bytes,
+        memory_reserve_bytes=_reserve_bytes(server),
         allowed_low_bit_keys=server.allowed,
         log_level=log_level,
     )
 
 
-def live_message(server: PreparedServer) -> Live:
+def live_message(server: PreparedServer, memory_limit_bytes: int | None = None) -> Live:
     """Return what tells a running worker of *server* about the keys that change without a restart."""
-    return Live(spec_hash=server.spec_hash, server=_for_worker(server), api_key=server.api_key)
+    return Live(
+        spec_hash=server.spec_hash,
+        server=_for_worker(server),
+        api_key=server.api_key,
+        memory_limit_bytes=memory_limit_bytes,
+    )
+
+
+def _reserve_bytes(server: PreparedServer) -> int:
+    return 0 if server.claim is None else server.claim.process_bytes + server.claim.scratch_bytes
 
 
 def _for_worker(server: PreparedServer) -> ServerSpec:

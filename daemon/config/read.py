@@ -321,11 +321,11 @@ def _fits(value: Value, shape: Shape) -> bool:
         case bool():
             return "boolean" in shape.kinds
         case int():
-            return bool(shape.kinds & {"integer", "number", "size"})
+            return bool(shape.kinds & {"integer", "number", "size", "budget"})
         case float():
             return "number" in shape.kinds
         case str():
-            return "size" in shape.kinds
+            return bool(shape.kinds & {"size", "budget"})
         case None:
             return False
 

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from daemon.policy.spec import FrozenModel, KvSpec, later
-from daemon.units import Duration, Size
+from daemon.units import Budget, Duration, Size
 
 SCHEMA_VERSION = 1
 
@@ -116,7 +116,8 @@ class ServerSpec(FrozenModel):
     autostart: bool = Field(True, description="false: starts only by `tqd start`.")
     idle_unload: Duration | None = later(None, "Unload after this long without requests.")
     max_context: Annotated[int, Field(ge=16)] | None = Field(
-        None, description="Tokens per sequence; default: the model's own."
+        None,
+        description="Tokens per sequence; default: the model's own, lowered so that one fits this machine.",
     )
     max_concurrent: Annotated[int, Field(ge=1, le=256)] = Field(
         8, description="Sequences decoded together."
@@ -183,8 +184,9 @@ class DaemonSpec(FrozenModel):
         description="host:port of the ops endpoint and its dashboard; null turns it off.",
     )
     gateway: str | None = later(None, "host:port of one OpenAI endpoint for every server.")
-    memory_budget: str | int = later(
-        "auto", "What all servers together may use: bytes, a share, or auto (75 % of the machine)."
+    memory_budget: Budget = Field(
+        "auto",
+        description="What all servers together may use: bytes, a share, or auto (75 % of the machine).",
     )
     max_parallel_loads: Annotated[int, Field(ge=1)] = Field(
         1, description="Models loaded at the same time."

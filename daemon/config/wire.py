@@ -39,7 +39,12 @@ class WorkerSpec(Message):
     api_key: str | None = Field(None, repr=False, description="resolved from a reference or a file")
     fingerprint: str | None = Field(None, description="of the model; names its calibration profile")
     profiles: str | None = Field(None, description="the folder of calibration profiles")
-    memory_limit_bytes: int | None = None
+    memory_limit_bytes: int | None = Field(
+        None, description="the share of the machine's memory; null: nobody counts"
+    )
+    memory_reserve_bytes: int = Field(
+        0, description="of that, for the process and for reading prompts"
+    )
     allowed_low_bit_keys: str | None = Field(
         None, description="why keys at 4 bits or fewer are allowed; null: they are not"
     )
@@ -47,12 +52,13 @@ class WorkerSpec(Message):
 
 
 class Live(Message):
-    """Changes that need no restart: aliases, api_key, max_concurrent, queue, sampling."""
+    """Changes that need no restart: aliases, api_key, max_concurrent, queue, sampling, the share of memory."""
 
     type: Literal["live"] = "live"
     spec_hash: str
     server: ServerSpec
     api_key: str | None = Field(None, repr=False)
+    memory_limit_bytes: int | None = None
 
 
 class Drain(Message):
@@ -189,6 +195,10 @@ class Snapshot(Message):
     mlx_active_bytes: int
     mlx_cache_bytes: int
     mlx_peak_bytes: int
+    kv_reserved_bytes: int = Field(0, description="what the sequences that run may grow to")
+    memory_promised_bytes: int = Field(
+        0, description="the most that the worker may come to use: its share, or what runs beyond it"
+    )
     open: tuple[OpenRequest, ...] = Field((), description="oldest first, the first hundred")
     kv_limit_bytes: int | None = Field(None, description="the most that they may; null: no limit")
     kv_packing_s: float | None = Field(

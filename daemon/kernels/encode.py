@@ -120,7 +120,7 @@ def _encoder(backend: Backend) -> Encode:
             return metal.tiles
         case "cuda":
             return _on_cuda
-        case "reference" | "mlx":
+        case "cpu" | "reference" | "mlx":
             return encoded
 
 
@@ -130,7 +130,7 @@ def _refusal(layout: TileLayout, backend: Backend) -> str | None:
             return metal.encoding_refusal(layout)
         case "cuda":
             return cuda.encoding_refusal(layout)
-        case "reference" | "mlx":
+        case "cpu" | "reference" | "mlx":
             return None
 
 

@@ -1,4 +1,4 @@
-"""The orders in which a tile's codes may lie, each under a permutation id (ADRs 0005 and 0013).
+"""The orders in which a tile's codes may lie, each under a permutation id (ADRs 0005 and 0017).
 
 Order 0 is canonical: token by token (daemon.kernels.packing). Order 1, *fragments*, is what CUDA's
 tensor cores read without moving a bit: the 32 lanes of a warp hold D codes of a side each, in groups

@@ -155,34 +155,42 @@ def reordered(tiles: mx.array, layout: TileLayout, order: int) -> mx.array:
 
 def unpack(tiles: mx.array, layout: TileLayout) -> Packed:
     """Return the codes and scales that *tiles* hold; the inverse of pack."""
-    at_v = layout.k_words
-    at_scales = at_v + layout.v_words
-    at_v_scales = at_scales + layout.k_scale_words
-    n_heads, n_tiles, _ = tiles.shape
 
-    def side(
-        name: Side, codec: Codec, dim: int, codes_at: slice, scales_at: slice
-    ) -> tuple[mx.array, mx.array] | None:
+    def both(side: Side, codec: Codec) -> tuple[mx.array, mx.array] | None:
         if codec == FP16:
             return None
-        scales = mx.contiguous(tiles[..., scales_at]).view(mx.float16)
-        if layout.order == orders.FRAGMENTS:
-            codes = orders.unpack_fragments(tiles[..., codes_at], name, int(codec.bits))
-            scales = orders.restore_scales(scales)
-        else:
-            codes = unpack_codes(tiles[..., codes_at], codec.bits)
-        each = (codec.scales(dim),) if codec.affine else ()
-        return (
-            codes.reshape(n_heads, n_tiles * TILE, dim),
-            scales.reshape(n_heads, n_tiles * TILE, *each),
-        )
+        return codes_of(tiles, layout, side), scales_of(tiles, layout, side)
 
-    return Packed(
-        k=side("k", layout.k, layout.dim_k, slice(0, at_v), slice(at_scales, at_v_scales)),
-        v=side(
-            "v", layout.v, layout.dim_v, slice(at_v, at_scales), slice(at_v_scales, layout.words)
-        ),
+    return Packed(k=both("k", layout.k), v=both("v", layout.v))
+
+
+def codes_of(tiles: mx.array, layout: TileLayout, side: Side) -> mx.array:
+    """Return the codes of one packed *side*, uint8 (H, T, D)."""
+    codec, dim, words, at = (
+        (layout.k, layout.dim_k, layout.k_words, 0)
+        if side == "k"
+        else (layout.v, layout.dim_v, layout.v_words, layout.k_words)
     )
+    part = tiles[..., at : at + words]
+    if layout.order == orders.FRAGMENTS:
+        codes = orders.unpack_fragments(part, side, int(codec.bits))
+    else:
+        codes = unpack_codes(part, codec.bits)
+    return codes.reshape(tiles.shape[0], -1, dim)
+
+
+def scales_of(tiles: mx.array, layout: TileLayout, side: Side) -> mx.array:
+    """Return the scales of one packed *side*, float16 (H, T), or (H, T, 2·groups) of an affine codec."""
+    codec, dim, words, at = (
+        (layout.k, layout.dim_k, layout.k_scale_words, layout.k_words + layout.v_words)
+        if side == "k"
+        else (layout.v, layout.dim_v, layout.v_scale_words, layout.words - layout.v_scale_words)
+    )
+    scales = mx.contiguous(tiles[..., at : at + words]).view(mx.float16)
+    if layout.order == orders.FRAGMENTS:
+        scales = orders.restore_scales(scales)
+    each = (codec.scales(dim),) if codec.affine else ()
+    return scales.reshape(tiles.shape[0], tiles.shape[1] * TILE, *each)
 
 
 def pack_codes(codes: mx.array, bits: float) -> mx.array:

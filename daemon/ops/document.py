@@ -133,14 +133,44 @@ class Throughput(TypedDict):
     generation_tokens_total: int
 
 
-class Memory(TypedDict):
-    """Bytes that the worker reports."""
+class MachineMemory(TypedDict):
+    """The memory that all servers share.
 
-    weights_bytes: int
-    kv_bytes: int
-    mlx_active_bytes: int
-    mlx_cache_bytes: int
-    mlx_peak_bytes: int
+    *planned_bytes* are what workers hold: their shares, or what runs or is used beyond them. *over_budget*:
+    that is more than the budget; nothing is ended for it, and nothing new starts.
+    """
+
+    device: str
+    device_name: str
+    total_bytes: int
+    budget_bytes: int
+    planned_bytes: int
+    free_bytes: int
+    over_budget: bool
+    used_footprint_bytes: int
+    available_bytes: int | None
+    swap_used_bytes: int | None
+
+
+class Memory(TypedDict):
+    """Bytes of one server: what the plan says, what the worker reports, what was measured of its process.
+
+    It *needs* the first to start and has a use for no more than the second; *planned* is its share, *held*
+    what nobody else can have. *kv_reserved* is what the sequences that run may grow to.
+    """
+
+    needs_bytes: int | None
+    wants_bytes: int | None
+    planned_bytes: int | None
+    held_bytes: int
+    weights_bytes: int | None
+    kv_bytes: int | None
+    kv_reserved_bytes: int | None
+    kv_limit_bytes: int | None
+    mlx_active_bytes: int | None
+    mlx_cache_bytes: int | None
+    mlx_peak_bytes: int | None
+    process_footprint_bytes: int | None
 
 
 class KvRequested(TypedDict):
@@ -259,4 +289,5 @@ class Document(TypedDict):
     now: str
     daemon: DaemonStatus
     config: ConfigSection
+    memory: MachineMemory | None
     servers: list[ServerStatus]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from daemon.config.machine import Machine
 from daemon.config.prepare import PreparedServer
 from daemon.config.wire import KvReport
 from daemon.errors import Problem
@@ -23,6 +24,7 @@ from daemon.ops.document import (
     Fallback,
     Kv,
     LayerGroup,
+    MachineMemory,
     Memory,
     ModelStatus,
     OpenRequests,
@@ -32,7 +34,9 @@ from daemon.ops.document import (
     Throughput,
     Verdict,
 )
+from daemon.supervisor import room
 from daemon.supervisor.counts import Counts
+from daemon.supervisor.gauge import Reading
 from daemon.supervisor.plan import Fleet
 from daemon.supervisor.reload import ConfigStatus
 from daemon.supervisor.server import Desired, LastExit, Server, State
@@ -49,6 +53,8 @@ class View:
     fleet: Fleet
     prepared: Mapping[str, PreparedServer]
     reports: Mapping[str, Report]
+    machine: Machine | None
+    reading: Reading | None
     config: ConfigStatus
     reload_mode: str
     desired_source: Callable[[str], str]
@@ -86,6 +92,7 @@ def document(view: View) -> Document:
             "status_endpoint_error": view.status_endpoint_error,
         },
         "config": _config(view),
+        "memory": _machine_memory(view),
         "servers": servers,
     }
 
@@ -158,7 +165,7 @@ def server_status(view: View, server: Server) -> ServerStatus:
         "model_requested": spec.model,
         "requests": _requests(server, report),
         "throughput": _throughput(report),
-        "memory": _memory(report),
+        "memory": _memory(view, server, report),
         "kv": _kv(prepared, report),
         "layers": _layers(report),
         "sampled_at": moment(view.wall(report.sampled_at))
@@ -243,8 +250,10 @@ def _epoch(seconds: float | None) -> str | None:
 
 def _waiting(view: View, server: Server) -> str | None:
     if server.queued:
-        left = view.fleet.leftovers.get(server.name)
-        return f"waiting for pid {left} of an earlier daemon to end" if left else "waiting to load"
+        if left := view.fleet.leftovers.get(server.name):
+            return f"waiting for pid {left} of an earlier daemon to end"
+        refusal = room.shortage(server, view.fleet.servers, view.fleet.budget)
+        return f"waiting for memory: {refusal}" if refusal else "waiting to load"
     if server.state is State.STOPPED and not server.spec.enabled:
         return "disabled in servers.yaml"
     if server.worker is not None and server.worker.ending is not None:
@@ -310,16 +319,46 @@ def _throughput(report: Report | None) -> Throughput | None:
     }
 
 
-def _memory(report: Report | None) -> Memory | None:
-    if report is None or report.snapshot is None or report.ready is None:
+def _machine_memory(view: View) -> MachineMemory | None:
+    if view.machine is None or view.fleet.budget is None:
         return None
-    now = report.snapshot
+    held = sum(room.held(view.fleet.servers).values())
+    workers = [it.worker for it in view.fleet.servers.values() if it.worker is not None]
+    host = view.reading.host if view.reading else None
     return {
-        "weights_bytes": report.ready.model.weights_bytes,
-        "kv_bytes": now.kv_bytes,
-        "mlx_active_bytes": now.mlx_active_bytes,
-        "mlx_cache_bytes": now.mlx_cache_bytes,
-        "mlx_peak_bytes": now.mlx_peak_bytes,
+        "device": view.machine.device,
+        "device_name": view.machine.device_name,
+        "total_bytes": view.machine.total_bytes,
+        "budget_bytes": view.fleet.budget,
+        "planned_bytes": held,
+        "free_bytes": max(0, view.fleet.budget - held),
+        "over_budget": held > view.fleet.budget,
+        "used_footprint_bytes": sum(worker.used for worker in workers),
+        "available_bytes": host.available_bytes if host else None,
+        "swap_used_bytes": host.swap_used_bytes if host else None,
+    }
+
+
+def _memory(view: View, server: Server, report: Report | None) -> Memory | None:
+    worker, now = server.worker, report.snapshot if report else None
+    claim = worker.claim if worker and worker.claim else server.claim
+    if claim is None and now is None:
+        return None
+    model = report.ready.model if report and report.ready else None
+    footprints = view.reading.footprints if view.reading else {}
+    return {
+        "needs_bytes": claim.needs_bytes if claim else None,
+        "wants_bytes": claim.wants_bytes if claim else None,
+        "planned_bytes": (worker.share or None) if worker else None,
+        "held_bytes": worker.held_bytes if worker else 0,
+        "weights_bytes": model.weights_bytes if model else None,
+        "kv_bytes": now.kv_bytes if now else None,
+        "kv_reserved_bytes": now.kv_reserved_bytes if now else None,
+        "kv_limit_bytes": now.kv_limit_bytes if now else None,
+        "mlx_active_bytes": now.mlx_active_bytes if now else None,
+        "mlx_cache_bytes": now.mlx_cache_bytes if now else None,
+        "mlx_peak_bytes": now.mlx_peak_bytes if now else None,
+        "process_footprint_bytes": footprints.get((server.name, worker.launch)) if worker else None,
     }
 
 

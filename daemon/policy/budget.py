@@ -5,16 +5,17 @@ The numbers are those of full buffers. A running worker reports what its buffers
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from daemon.policy.architecture import Architecture, Layer, LayerKind
 from daemon.policy.matching import TILE_TOKENS
 from daemon.policy.resolve import LayerPlan, ResolvedPolicy
-from daemon.policy.schemes import FP16, Scheme
+from daemon.policy.schemes import FP16, Codec, Scheme
 
 _EXACT = Scheme(FP16, FP16)
-_EXACT_BYTES = FP16.bits / 8  # of one value in a 16-bit cache
+EXACT_BYTES = 2  # of one value in a 16-bit cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +38,6 @@ class KvCost:
         return self.bytes_per_token_fp16 / self.bytes_per_token if self.bytes_per_token else 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Fit:
-    """Whether weights and KV caches fit into a memory, all in bytes."""
-
-    weights_bytes: int
-    kv_bytes: int
-    memory_bytes: int
-
-    @property
-    def needed_bytes(self) -> int:
-        """What weights and caches take together."""
-        return self.weights_bytes + self.kv_bytes
-
-    @property
-    def fits(self) -> bool:
-        """Whether the memory is enough."""
-        return self.needed_bytes <= self.memory_bytes
-
-
 def kv_cost(policy: ResolvedPolicy, arch: Architecture) -> KvCost:
     """Return what a token costs under *policy*, and in a 16-bit cache."""
     pairs = list(zip(policy.layers, arch.layers, strict=True))
@@ -72,16 +54,23 @@ def kv_cost(policy: ResolvedPolicy, arch: Architecture) -> KvCost:
 
 
 def kv_bytes(
-    policy: ResolvedPolicy, arch: Architecture, *, context_tokens: int, sequences: int = 1
+    policy: ResolvedPolicy,
+    arch: Architecture,
+    *,
+    context_tokens: int,
+    sequences: int = 1,
+    value_bytes: int = EXACT_BYTES,
 ) -> int:
     """Return the bytes of *sequences* live sequences of *context_tokens* each.
 
-    Sinks, and the tail at its fullest, count at 16 bits; layers with a window or a token budget keep
-    no more than it;
-    the states of recurrent layers, which do not grow, are left out.
+    What is in full precision, such as sinks and the tail at its fullest, has *value_bytes* a value: those
+    of the model's own numbers. Layers with a window or a token budget keep no more than it; the states of
+    recurrent layers, which do not grow, are left out.
     """
     pairs = zip(policy.layers, arch.layers, strict=True)
-    return sequences * sum(_layer_bytes(plan, layer, context_tokens) for plan, layer in pairs)
+    return sequences * sum(
+        _layer_bytes(plan, layer, context_tokens, value_bytes) for plan, layer in pairs
+    )
 
 
 def weights_bytes(folder: Path) -> int:
@@ -89,48 +78,33 @@ def weights_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def fits(
-    policy: ResolvedPolicy,
-    arch: Architecture,
-    *,
-    weights_bytes: int,
-    memory_bytes: int,
-    context_tokens: int,
-    sequences: int = 1,
-) -> Fit:
-    """Return whether a model and *sequences* full contexts fit into *memory_bytes*."""
-    needed = kv_bytes(policy, arch, context_tokens=context_tokens, sequences=sequences)
-    return Fit(weights_bytes=weights_bytes, kv_bytes=needed, memory_bytes=memory_bytes)
-
-
-def longest_context(
-    policy: ResolvedPolicy, arch: Architecture, *, free_bytes: int, most_tokens: int
-) -> int:
+def longest_context(cost_bytes: Callable[[int], int], *, free_bytes: int, most_tokens: int) -> int:
     """Return the longest context, up to *most_tokens*, of which one sequence fits *free_bytes*.
 
-    The answer is 0 or a whole number of tiles, unless it is *most_tokens* itself.
+    *cost_bytes* says what a sequence of so many tokens takes, and never falls. The answer is 0 or a whole
+    number of tiles, unless it is *most_tokens* itself.
     """
-    if kv_bytes(policy, arch, context_tokens=most_tokens) <= free_bytes:
+    if cost_bytes(most_tokens) <= free_bytes:
         return most_tokens
     low, high = 0, most_tokens // TILE_TOKENS  # in tiles; low fits, more than high does not
     while low < high:
         middle = (low + high + 1) // 2
-        if kv_bytes(policy, arch, context_tokens=middle * TILE_TOKENS) <= free_bytes:
+        if cost_bytes(middle * TILE_TOKENS) <= free_bytes:
             low = middle
         else:
             high = middle - 1
     return low * TILE_TOKENS
 
 
-def _layer_bytes(plan: LayerPlan, layer: Layer, tokens: int) -> int:
+def _layer_bytes(plan: LayerPlan, layer: Layer, tokens: int, value_bytes: int = EXACT_BYTES) -> int:
     if layer.kind in (LayerKind.RECURRENT, LayerKind.SHARED):
         return 0
     if layer.window is not None:
-        return _exact_bytes(layer, min(tokens, layer.window))
+        return _exact_bytes(layer, min(tokens, layer.window), value_bytes)
     if plan.token_budget is not None:
         tokens = min(tokens, plan.token_budget)
     if plan.effective == _EXACT:
-        return _exact_bytes(layer, tokens)
+        return _exact_bytes(layer, tokens, value_bytes)
     tail, fold = plan.tail_tokens, plan.fold_tokens
     # without a tail every token is packed at once, else whole folds once the tail is full
     packed_tokens = max(0, tokens - tail) // fold * fold if tail else tokens
@@ -138,15 +112,23 @@ def _layer_bytes(plan: LayerPlan, layer: Layer, tokens: int) -> int:
     fullest = min(tokens, tail + fold - 1) if tail else 0
     # the slots of sink tokens stay unused in their tile, so that pages do not depend on the sinks
     exact_tokens = min(tokens, fullest + plan.sink_tokens)
-    packed_bytes = packed * TILE_TOKENS * _token_bytes(layer, plan.effective)
-    return round(packed_bytes) + _exact_bytes(layer, exact_tokens)
+    packed_bytes = packed * TILE_TOKENS * _token_bytes(layer, plan.effective, value_bytes)
+    held = round(packed_bytes) + _exact_bytes(layer, exact_tokens, value_bytes)
+    # until it is decoded, a short prompt is not packed
+    return max(held, _exact_bytes(layer, min(tokens, plan.exact_prompt), value_bytes))
 
 
-def _token_bytes(layer: Layer, scheme: Scheme) -> float:
+def _token_bytes(layer: Layer, scheme: Scheme, value_bytes: int = EXACT_BYTES) -> float:
     """Return the bytes of one token in *layer*, its scales and an indexer's keys included."""
-    vectors = scheme.k.vector_bytes(layer.head_dim_k) + scheme.v.vector_bytes(layer.head_dim_v)
-    return layer.n_kv_heads * vectors + layer.indexer_dim * _EXACT_BYTES
+    vectors = _vector_bytes(scheme.k, layer.head_dim_k, value_bytes) + _vector_bytes(
+        scheme.v, layer.head_dim_v, value_bytes
+    )
+    return layer.n_kv_heads * vectors + layer.indexer_dim * value_bytes
 
 
-def _exact_bytes(layer: Layer, tokens: int) -> int:
-    return round(tokens * _token_bytes(layer, _EXACT))
+def _vector_bytes(codec: Codec, dim: int, value_bytes: int) -> float:
+    return dim * value_bytes if codec == FP16 else codec.vector_bytes(dim)
+
+
+def _exact_bytes(layer: Layer, tokens: int, value_bytes: int) -> int:
+    return round(tokens * _token_bytes(layer, _EXACT, value_bytes))

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from daemon.units import Size
+
 
 class FrozenModel(BaseModel):
     """Base of every model that a user's file becomes: closed, immutable, no silent conversion."""
@@ -108,7 +110,10 @@ class KvSpec(FrozenModel):
         None,
         description="auto | none | {text: path} | {profile: path}; statistics of the keys, measured once per model.",
     )
-    budget: str | int = later("auto", "Bytes for all live KV of this server | auto | none.")
+    budget: Literal["auto", "none"] | Size = Field(
+        "auto",
+        description="Bytes for all live KV of this server | auto (its share of the memory plan) | none (not limited: all of it is planned for).",
+    )
     compress: Compress | None = Field(
         None,
         description="When prompt tokens are packed: at the end of each prefill chunk, or, of a prompt of up to 2048 tokens, at the first decode step.",

@@ -25,6 +25,7 @@ from daemon.ops.status import View, document, open_requests, server_status, unre
 from daemon.paths import StateDir
 from daemon.supervisor import environment, events, plan
 from daemon.supervisor.desired import DesiredState
+from daemon.supervisor.gauge import Gauge
 from daemon.supervisor.messages import Action, Change, Verdict
 from daemon.supervisor.reconcile import Reconciler
 from daemon.supervisor.reload import Configuration
@@ -50,6 +51,7 @@ class DaemonCommands:
         reconciler: Reconciler,
         configuration: Configuration,
         desired: DesiredState,
+        gauge: Gauge,
         log_path: Callable[[str, DaemonSpec], Path],
         events: EventLog,
         history: History,
@@ -61,6 +63,7 @@ class DaemonCommands:
         self._reconciler = reconciler
         self._configuration = configuration
         self._desired = desired
+        self._gauge = gauge
         self._log_path = log_path
         self._events = events
         self._history = history
@@ -182,6 +185,8 @@ class DaemonCommands:
             fleet=reconciler.fleet,
             prepared=reconciler.wanted.servers,
             reports=reconciler.workers.reports,
+            machine=reconciler.wanted.machine,
+            reading=self._gauge.reading,
             config=self._configuration.status,
             reload_mode=daemon.reload,
             desired_source=self._desired.source,

@@ -6,8 +6,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from daemon.config.diff import Live, Replace, Start, Step, Stop
 from daemon.config.prepare import PreparedServer
+from daemon.supervisor.memory import Refusal, admit_in_turn
 from daemon.supervisor.plan import Adjust, Put, Remove
-from daemon.supervisor.server import Address, Cause, Desired
+from daemon.supervisor.room import kept_out
+from daemon.supervisor.server import Address, Cause, Desired, Server
 
 MANY = 4  # of this many running servers, an edit that takes away more than half is suspect
 
@@ -47,6 +49,38 @@ def newly_addressed(servers: Sequence[PreparedServer], before: Servers) -> list[
     ]
 
 
+def unfit(
+    starting: Sequence[PreparedServer],
+    steps: Sequence[Step],
+    before: Servers,
+    fleet: Mapping[str, Server],
+    budget_bytes: int,
+) -> dict[str, Refusal]:
+    """Return which servers would have no room for what they need, and did not lack it before.
+
+    Asked are those that get a new worker by *steps*, and running ones that need more than before; the
+    others count with what they need or are seen to use, those that *steps* end not at all.
+    """
+    growing = [
+        step.server for step in steps if isinstance(step, Live) and _grows(step.server, before)
+    ]
+    newcomers = {it.name: it.claim for it in (*starting, *growing) if it.claim is not None}
+    ended = {step.name for step in steps if isinstance(step, Stop)}
+    held = {
+        name: max(worker.claim.needs_bytes if worker.claim else 0, worker.used)
+        for name, server in fleet.items()
+        if (worker := server.worker) is not None and name not in ended | newcomers.keys()
+    }
+    lacking = {server.name for server in kept_out(fleet)}
+    refused = admit_in_turn(budget_bytes, newcomers.items(), held)
+    return {name: refusal for name, refusal in refused.items() if name not in lacking}
+
+
+def _grows(server: PreparedServer, before: Servers) -> bool:
+    was, now = before[server.name].claim, server.claim
+    return was is not None and now is not None and now.needs_bytes > was.needs_bytes
+
+
 def removes_much(steps: Sequence[Step], running: Collection[str]) -> bool:
     """Whether *steps* end all *running* servers, or more than half of many."""
     ended = {step.name for step in steps if isinstance(step, Stop)}.intersection(running)
@@ -63,7 +97,7 @@ def address(server: PreparedServer) -> Address:
 def put(server: PreparedServer, desired: Desired) -> Put:
     """Return *server* as an entry of the fleet."""
     blocked = None if server.blocked is None else Cause(*server.blocked)
-    return Put(server.name, server.spec, server.spec_hash, desired, blocked)
+    return Put(server.name, server.spec, server.spec_hash, desired, blocked, server.claim)
 
 
 def _stepwise(steps: Sequence[Step], desired: DesiredOf) -> Iterator[Remove | Put | Adjust]:
@@ -74,7 +108,7 @@ def _stepwise(steps: Sequence[Step], desired: DesiredOf) -> Iterator[Remove | Pu
             case Replace(server) | Start(server):
                 yield put(server, desired(server))
             case Live(server):
-                yield Adjust(server.name, server.spec)
+                yield Adjust(server.name, server.spec, server.claim)
 
 
 def _disabled(before: Servers, after: Servers) -> Iterator[Remove | Put]:

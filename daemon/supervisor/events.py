@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from daemon.config.spec import ServerSpec
+from daemon.policy.claim import Claim
 from daemon.supervisor.server import Cause
 
 Signal = Literal["TERM", "KILL"]
@@ -37,6 +38,7 @@ class Replace:
 
     spec: ServerSpec
     spec_hash: str
+    claim: Claim | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class Update:
     """The entry changed in a way that the running worker can take over."""
 
     spec: ServerSpec
+    claim: Claim | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,14 @@ class Grant:
     """It is this server's turn to be launched."""
 
     nonce: str
+    share: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The server's share of the memory is another, in bytes."""
+
+    share: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +122,19 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The worker's engine loop has made *generation* passes."""
+    """The worker's engine loop has made *generation* passes; *promised* is the most memory it may come to use."""
 
     launch: int
     generation: int
+    promised: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The worker was seen to use so many bytes of memory."""
+
+    launch: int
+    used: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,18 +170,19 @@ class Slept:
 
 
 Event = (
-    Start | Stop | Restart | Hurry | Replace | Update | Block | Unblock | Grant | Spawned | SpawnFailed
-    | Hello | Progress | Ready | Beat | Garbled | Exited | Tick | Slept
+    Start | Stop | Restart | Hurry | Replace | Update | Block | Unblock | Grant | Share | Spawned | SpawnFailed
+    | Hello | Progress | Ready | Beat | Measured | Garbled | Exited | Tick | Slept
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Spawn:
-    """Start a worker on the server's address."""
+    """Start a worker on the server's address, with *share* bytes of memory."""
 
     name: str
     launch: int
     nonce: str
+    share: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +196,11 @@ class SendDrain:
 
 @dataclass(frozen=True, slots=True)
 class SendLive:
-    """Tell the worker about an entry that changed."""
+    """Tell the worker about an entry, or a share of the memory, that changed."""
 
     name: str
     launch: int
+    share: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from daemon.supervisor.events import (
     Grant,
     Hello,
     Hurry,
+    Measured,
     Progress,
     Ready,
     Recheck,
@@ -37,6 +38,7 @@ from daemon.supervisor.events import (
     SendDrain,
     SendLive,
     SendSignal,
+    Share,
     Slept,
     Spawn,
     Spawned,
@@ -55,6 +57,7 @@ RECHECK_FILES_S = 30.0  # how often missing files are looked for; that reads eve
 JITTER = 0.2  # share of a delay that varies: servers that died together do not return together
 STALLED_JUDGEMENTS = 3  # a degraded worker gets this many probe intervals to move again
 TAIL_LINES = 20
+NO_MEMORY = "insufficient_memory"  # such a block is lifted by whoever divides the memory
 
 # What is not the server's fault is waited for and does not count as a failure.
 BLOCKING = frozenset({"port_in_use", "model_missing", "file_missing", "model_fault"})
@@ -75,16 +78,18 @@ def step(server: Server, event: Event, now: float) -> Result:
             if server.worker is None or server.state is not State.DRAINING:
                 return server, ()
             return _stop_now(server, server.worker, now)
-        case Replace(spec, spec_hash):
-            return _replace(server, spec, spec_hash, now)
-        case Update(spec):
-            return _update(server, spec)
+        case Replace(spec, spec_hash, claim):
+            return _replace(replace(server, claim=claim), spec, spec_hash, now)
+        case Update(spec, claim):
+            return _update(replace(server, spec=spec, claim=claim))
+        case Share(share):
+            return _share(server, share)
         case Block(cause):
             return _block(server, cause, now)
         case Unblock():
             return _queue(server, now) if server.state is State.BLOCKED else (server, ())
-        case Grant(nonce):
-            return _grant(server, nonce, now)
+        case Grant(nonce, share):
+            return _grant(server, nonce, share, now)
         case Tick():
             return _tick(server, now)
         case Slept(gap_s):
@@ -150,12 +155,24 @@ def _replace(server: Server, spec: ServerSpec, spec_hash: str, now: float) -> Re
     return _queue(server, now)
 
 
-def _update(server: Server, spec: ServerSpec) -> Result:
-    server = replace(server, spec=spec)
+def _update(server: Server) -> Result:
     worker = server.worker
-    if worker is None or worker.pid is None or worker.ending is not None:
+    if worker is None or worker.ending is not None:
         return server, ()
-    return server, (SendLive(server.name, worker.launch),)
+    server = _with(server, replace(worker, claim=server.claim))
+    return server, (_live(server.name, worker),)
+
+
+def _share(server: Server, share: int) -> Result:
+    worker = server.worker
+    if worker is None or worker.ending is not None:
+        return server, ()
+    worker = replace(worker, share=share)
+    return _with(server, worker), (_live(server.name, worker),)
+
+
+def _live(name: str, worker: Worker) -> SendLive:
+    return SendLive(name, worker.launch, worker.share)
 
 
 def _block(server: Server, cause: Cause, now: float) -> Result:
@@ -168,7 +185,8 @@ def _block(server: Server, cause: Cause, now: float) -> Result:
 def _blocked(server: Server, cause: Cause, now: float) -> Server:
     if server.state is not State.BLOCKED:
         server = _enter(server, State.BLOCKED, now)
-    return replace(server, cause=cause, attempt_at=now + _recheck_s(cause))
+    later = None if cause.code == NO_MEMORY else now + _recheck_s(cause)
+    return replace(server, cause=cause, attempt_at=later)
 
 
 def _recheck_s(cause: Cause | None) -> float:
@@ -183,13 +201,22 @@ def _queue(server: Server, now: float) -> Result:
     return _enter(server, State.STARTING, now), ()
 
 
-def _grant(server: Server, nonce: str, now: float) -> Result:
+def _grant(server: Server, nonce: str, share: int, now: float) -> Result:
     if not server.queued:
         return server, ()
     launch = server.launches + 1
-    worker = Worker(launch, nonce, server.spec_hash, server.address, started_at=now, moved_at=now)
+    worker = Worker(
+        launch,
+        nonce,
+        server.spec_hash,
+        server.address,
+        started_at=now,
+        moved_at=now,
+        claim=server.claim,
+        share=share,
+    )
     server = replace(server, launches=launch, worker=worker, cause=None)
-    return server, (Spawn(server.name, launch, nonce),)
+    return server, (Spawn(server.name, launch, nonce, share),)
 
 
 def _spawn_failed(server: Server, worker: Worker, event: SpawnFailed, now: float) -> Result:
@@ -203,7 +230,7 @@ def _spawn_failed(server: Server, worker: Worker, event: SpawnFailed, now: float
     return _back_off(gone, event.cause, event.jitter, now)
 
 
-Heard = Spawned | SpawnFailed | Hello | Progress | Ready | Beat | Garbled | Exited
+Heard = Spawned | SpawnFailed | Hello | Progress | Ready | Beat | Measured | Garbled | Exited
 
 
 def _heard(server: Server, worker: Worker, event: Heard, now: float) -> Result:
@@ -225,8 +252,11 @@ def _heard(server: Server, worker: Worker, event: Heard, now: float) -> Result:
             return _with(server, replace(worker, stage=stage, fraction=fraction, moved_at=now)), ()
         case Ready():
             return _ready(server, worker, event, now)
-        case Beat(_, generation):
-            return _beat(server, worker, generation, now)
+        case Beat(_, generation, promised):
+            worker = replace(worker, promised=promised)
+            return _beat(_with(server, worker), worker, generation, now)
+        case Measured(_, used):
+            return _with(server, replace(worker, used=used)), ()
         case Garbled(_, message):
             return _protocol(server, worker, message, now)
         case Exited():

@@ -23,6 +23,7 @@ from daemon.supervisor import environment, plan
 from daemon.supervisor.commands import DaemonCommands
 from daemon.supervisor.control import ControlSocket
 from daemon.supervisor.desired import DesiredState
+from daemon.supervisor.gauge import Gauge
 from daemon.supervisor.instance import Instance
 from daemon.supervisor.leftovers import Identity, Register, see_out
 from daemon.supervisor.logs import LogStream, LogWriter
@@ -90,6 +91,7 @@ class _Daemon:
             turned=self._turned,
             recheck=lambda: self._configuration.recheck(),
         )
+        self._gauge = Gauge(self._reconciler)
         desired = DesiredState(self._state.desired)
         self._configuration = Configuration(
             options.config,
@@ -109,6 +111,7 @@ class _Daemon:
             reconciler=self._reconciler,
             configuration=self._configuration,
             desired=desired,
+            gauge=self._gauge,
             log_path=self._log_path,
             events=self._events,
             history=history,
@@ -152,6 +155,7 @@ class _Daemon:
             background = [
                 tasks.create_task(self._configuration.run(), name="configuration"),
                 tasks.create_task(self._configuration.watch.run(), name="watch"),
+                tasks.create_task(self._gauge.run(), name="gauge"),
                 *(tasks.create_task(self._see_out(it), name="left-over") for it in self._earlier),
             ]
             await control.serve()

@@ -1,18 +1,20 @@
 """Decide what all servers together do next: the pure core of the reconciler.
 
 A `Fleet` holds every server. *step* hands an event to the server that it concerns, then launches
-what may be launched: in the order of waiting, `max_parallel_loads` at a time, and never while an
-older process of the same server, or of the same address, still lives.
+what may be launched: in the order of waiting, `max_parallel_loads` at a time, never while an older
+process of the same server, or of the same address, still lives, and never without the memory it needs
+(daemon.supervisor.room).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from daemon.config.spec import ServerSpec
-from daemon.supervisor import events, lifecycle
+from daemon.policy.claim import Claim
+from daemon.supervisor import events, lifecycle, room
 from daemon.supervisor.events import Effect
 from daemon.supervisor.server import Address, Cause, Desired, Server, State
 
@@ -32,6 +34,10 @@ class Fleet:
     leftovers: Mapping[str, int] = field(default_factory=dict)
     """server → pid of a worker of an earlier daemon; nothing of that name is launched while it lives."""
     closing: bool = False
+    budget: int | None = None
+    """Bytes that all servers together may use; None: nobody counts."""
+    available: int | None = None
+    """Bytes that the machine could hand out when it was last looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,7 @@ class Put:
     spec_hash: str
     desired: Desired
     blocked: Cause | None = None
+    claim: Claim | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,7 @@ class Adjust:
 
     name: str
     spec: ServerSpec
+    claim: Claim | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +82,15 @@ class Apply:
 
     changes: tuple[Remove | Put | Adjust, ...]
     max_parallel_loads: int
+    budget: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The memory was looked at: the bytes that workers use, by server and launch, and what is available."""
+
+    used: Mapping[tuple[str, int], int]
+    available: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +122,7 @@ class Hasten:
     """Whoever ends the daemon has run out of patience: no more waiting for running requests."""
 
 
-Event = Told | Apply | LeftoverGone | Passed | Woke | Close | Hasten
+Event = Told | Apply | Measured | LeftoverGone | Passed | Woke | Close | Hasten
 
 
 def step(fleet: Fleet, event: Event, now: float) -> tuple[Fleet, tuple[Effect, ...]]:
@@ -116,6 +133,10 @@ def step(fleet: Fleet, event: Event, now: float) -> tuple[Fleet, tuple[Effect, .
             turn.tell(name, news)
         case Apply():
             turn.apply(event)
+        case Measured(used, available):
+            turn.fleet = replace(turn.fleet, available=available)
+            for (name, launch), size in used.items():
+                turn.tell(name, events.Measured(launch, size))
         case LeftoverGone(name):
             left = {other: pid for other, pid in fleet.leftovers.items() if other != name}
             turn.fleet = replace(fleet, leftovers=left)
@@ -129,6 +150,7 @@ def step(fleet: Fleet, event: Event, now: float) -> tuple[Fleet, tuple[Effect, .
         case Hasten():
             turn.tell_all(events.Hurry())
     turn.forget_removed()
+    turn.share_out(anew=isinstance(event, Apply | Measured))
     turn.launch()
     return turn.fleet, tuple(turn.effects)
 
@@ -153,6 +175,7 @@ class _Turn:
         self.fleet = fleet
         self.now = now
         self.effects: list[Effect] = []
+        self._moved = False
 
     def tell(self, name: str, event: events.Event) -> None:
         server = self.fleet.servers.get(name)
@@ -161,6 +184,7 @@ class _Turn:
         after, effects = lifecycle.step(server, event, self.now)
         self._put(after)
         self.effects.extend(effects)
+        self._moved = self._moved or room.moved(server, after)
 
     def tell_all(self, event: events.Event) -> None:
         for name in self.fleet.servers:
@@ -168,7 +192,9 @@ class _Turn:
 
     def apply(self, event: Apply) -> None:
         freed = frozenset(change.name for change in event.changes if isinstance(change, Remove))
-        self.fleet = replace(self.fleet, max_parallel_loads=event.max_parallel_loads)
+        self.fleet = replace(
+            self.fleet, max_parallel_loads=event.max_parallel_loads, budget=event.budget
+        )
         for change in event.changes:
             match change:
                 case Remove(name):
@@ -176,8 +202,8 @@ class _Turn:
                     self.tell(name, events.Stop())
                 case Put():
                     self._put_entry(change, freed)
-                case Adjust(name, spec):
-                    self.tell(name, events.Update(spec))
+                case Adjust(name, spec, claim):
+                    self.tell(name, events.Update(spec, claim))
 
     def _put_entry(self, change: Put, freed: frozenset[str]) -> None:
         name = change.name
@@ -187,9 +213,9 @@ class _Turn:
         self._unremove({name})
         if change.desired is Desired.STOPPED:
             self.tell(name, events.Stop())
-            self.tell(name, events.Replace(change.spec, change.spec_hash))
+            self.tell(name, events.Replace(change.spec, change.spec_hash, change.claim))
             return
-        self.tell(name, events.Replace(change.spec, change.spec_hash))
+        self.tell(name, events.Replace(change.spec, change.spec_hash, change.claim))
         self.tell(name, events.Start())
         if change.blocked is not None:
             self.tell(name, events.Block(change.blocked))
@@ -207,16 +233,44 @@ class _Turn:
         waits = {name: left for name, on in self.fleet.waits.items() if (left := on - names)}
         self.fleet = replace(self.fleet, removed=self.fleet.removed - names, waits=waits)
 
+    def share_out(self, *, anew: bool) -> None:
+        """Divide the memory again if it moved, and let servers try again that it kept from starting."""
+        if not (anew or self._moved) or self.fleet.closing:
+            return
+        for name, share in room.new_shares(self.fleet.servers, self.fleet.budget).items():
+            self.tell(name, events.Share(share))
+        waiting = room.waiting(self.fleet.servers)
+        kept_out = list(room.kept_out(self.fleet.servers))
+        refused = self._refusals([*waiting, *kept_out])
+        for server in kept_out:
+            if server.name not in refused:
+                self.tell(server.name, events.Unblock())
+
+    def _refusals(self, asking: Sequence[Server]) -> dict[str, Cause]:
+        fleet = self.fleet
+        return room.refusals(asking, fleet.servers, fleet.budget, fleet.available)
+
     def launch(self) -> None:
-        """Grant a launch to every server whose turn it is."""
+        """Grant a launch to every server whose turn it is, and block those that find no memory."""
         if self.fleet.closing:
             return
-        queue = [server for server in self.fleet.servers.values() if server.queued]
-        for server in sorted(queue, key=lambda server: server.since):
+        waiting = room.waiting(self.fleet.servers)
+        refused = self._refusals(waiting) if waiting else {}
+        for name, cause in refused.items():
+            self.tell(name, events.Block(cause))
+        set_aside = 0
+        for server in waiting:
+            if server.name in refused:
+                continue
             if sum(map(_loads, self.fleet.servers.values())) >= self.fleet.max_parallel_loads:
                 return
-            if self._may_launch(server):
-                self.tell(server.name, events.Grant(self._nonce(server)))
+            servers, budget = self.fleet.servers, self.fleet.budget
+            lacking = room.shortage(server, servers, budget, set_aside)
+            if lacking is None and self._may_launch(server):
+                share = room.first_share(server, servers, budget)
+                self.tell(server.name, events.Grant(self._nonce(server), share))
+            elif server.claim is not None:
+                set_aside += server.claim.needs_bytes
 
     def _may_launch(self, server: Server) -> bool:
         if server.name in self.fleet.leftovers:

@@ -17,10 +17,11 @@ from typing import assert_never
 from structlog.typing import FilteringBoundLogger
 
 from daemon.config import wire
+from daemon.config.machine import Machine
 from daemon.config.prepare import PreparedServer, live_message, worker_spec
 from daemon.config.spec import DaemonSpec
 from daemon.log import get_logger
-from daemon.supervisor import events, plan
+from daemon.supervisor import events, plan, room
 from daemon.supervisor.counts import Counts
 from daemon.supervisor.events import Effect
 from daemon.supervisor.plan import Fleet, Told
@@ -40,6 +41,7 @@ class Wanted:
 
     servers: Mapping[str, PreparedServer] = field(default_factory=dict)
     daemon: DaemonSpec = field(default_factory=DaemonSpec)
+    machine: Machine | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,9 @@ class Reconciler:
         self._changed = changed
         self._turned = turned
         self._recheck = recheck
+        self._over_budget = False
+        self.exits = asyncio.Event()
+        """Set whenever a worker has ended: what it used is free now."""
         self._refused: Mapping[Address, AddressTakenError] = {}
         self._queue: asyncio.Queue[_Job] = asyncio.Queue()
         self._log = get_logger()
@@ -127,6 +132,8 @@ class Reconciler:
         self.fleet, effects = plan.step(before, job.event, self._clock())
         self._note_changes(before)
         self._changed(before, self.fleet)
+        if isinstance(job.event, plan.Apply | plan.Measured):
+            self._log_memory()
         await self._arrange_sockets()
         for effect in effects:
             self._carry_out(effect)
@@ -142,13 +149,13 @@ class Reconciler:
 
     def _carry_out(self, effect: Effect) -> None:
         match effect:
-            case events.Spawn(name, launch, nonce):
-                self._spawn(name, launch, nonce)
+            case events.Spawn(name, launch, nonce, share):
+                self._spawn(name, launch, nonce, share)
             case events.SendDrain(name, launch, timeout_s):
                 self.workers.send(name, launch, wire.Drain(timeout_s=timeout_s))
-            case events.SendLive(name, launch):
-                server = self.wanted.servers[name]
-                self.workers.send(name, launch, live_message(server))
+            case events.SendLive(name, launch, share):
+                if server := self.wanted.servers.get(name):
+                    self.workers.send(name, launch, live_message(server, share or None))
             case events.SendSignal(name, launch, signal):
                 self.workers.signal(name, launch, signal)
             case events.Recheck(name):
@@ -156,7 +163,7 @@ class Reconciler:
             case _:
                 assert_never(effect)
 
-    def _spawn(self, name: str, launch: int, nonce: str) -> None:
+    def _spawn(self, name: str, launch: int, nonce: str, share: int) -> None:
         prepared, daemon = self.wanted.servers[name], self.wanted.daemon
         if prepared.blocked is not None:
             self.workers.refuse(name, launch, Cause(*prepared.blocked))
@@ -172,6 +179,7 @@ class Reconciler:
             nonce=nonce,
             log_level=daemon.log.level,
             profiles=self._profiles,
+            memory_limit_bytes=share or None,
         )
         self.workers.spawn(spec, listener, self._log_path(name, daemon))
 
@@ -186,9 +194,20 @@ class Reconciler:
         else:
             self.post(server.name, events.Unblock())
 
+    def _log_memory(self) -> None:
+        """Say once when the servers come to hold more memory than they may."""
+        budget = self.fleet.budget
+        held = sum(room.held(self.fleet.servers).values())
+        over = budget is not None and held > budget
+        if over and not self._over_budget:
+            self._log.warning("memory.over_budget", held_bytes=held, budget_bytes=budget)
+        self._over_budget = over
+
     def _note_changes(self, before: Fleet) -> None:
         for name, server in self.fleet.servers.items():
             earlier = before.servers.get(name)
+            if earlier is not None and earlier.last_exit is not server.last_exit:
+                self.exits.set()
             if earlier is not None and earlier is not server:
                 self.counts.changed(earlier, server)
                 _log_change(self._log.bind(server=name), earlier, server)

@@ -16,15 +16,17 @@ from typing import Literal, TypeVar
 
 from daemon.config import diff as differ
 from daemon.config.load import Loaded, RejectedError, load
+from daemon.config.machine import machine
 from daemon.config.prepare import Prepared, PreparedServer, prepare
 from daemon.config.spec import DaemonSpec
 from daemon.errors import ConfigError, Problem, TqdError
 from daemon.log import get_logger
 from daemon.paths import StateDir
 from daemon.policy.store import load_allowlist
-from daemon.supervisor import edits, events, plan
+from daemon.supervisor import device, edits, events, memory, plan
 from daemon.supervisor.desired import DesiredState
 from daemon.supervisor.last_good import LastGood
+from daemon.supervisor.lifecycle import NO_MEMORY
 from daemon.supervisor.reconcile import Reconciler, Wanted
 from daemon.supervisor.server import Cause, Desired, State
 from daemon.supervisor.sockets import AddressTakenError, Sockets
@@ -266,6 +268,7 @@ class Configuration:
             steps = differ.diff(before, prepared.servers)
             starting = edits.to_run(steps, self._desired_of)
             self._refuse_blocked(loaded, starting)
+            self._refuse_unfit(loaded, prepared, steps, starting)
             if edits.removes_much(steps, self._running()) and not await self._stays_as_it_is():
                 continue
             self._reserve_addresses(loaded, starting)
@@ -283,7 +286,11 @@ class Configuration:
         return loaded
 
     async def _prepare(self, loaded: Loaded) -> Prepared:
-        return await asyncio.to_thread(prepare, loaded, state=self._state)
+        return await asyncio.to_thread(self._prepare_here, loaded)
+
+    def _prepare_here(self, loaded: Loaded) -> Prepared:
+        facts = device.facts(self._state, self._environ)
+        return prepare(loaded, state=self._state, on=machine(facts))
 
     async def _new_evidence(self) -> bool:
         """Whether `tqd eval --record` has written to the allow-list since it was last read."""
@@ -331,6 +338,28 @@ class Configuration:
             )
             for server in edits.newly_blocked(servers, self._applied.servers)
             if server.blocked is not None
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+    def _refuse_unfit(
+        self,
+        loaded: Loaded,
+        prepared: Prepared,
+        steps: Sequence[differ.Step],
+        starting: Sequence[PreparedServer],
+    ) -> None:
+        """Refuse an edit whose servers cannot all have the memory they need, before anything is stopped for it."""
+        unfit = edits.unfit(
+            starting,
+            steps,
+            self._applied.servers,
+            self._reconciler.fleet.servers,
+            prepared.budget_bytes,
+        )
+        problems = [
+            loaded.sources[name].problem("", f"it does not fit: {refusal}", memory.HINT)
+            for name, refusal in unfit.items()
         ]
         if problems:
             raise ConfigError(problems)
@@ -392,8 +421,8 @@ class Configuration:
     ) -> None:
         self._applied = prepared
         daemon = prepared.daemon
-        event = plan.Apply(changes, daemon.max_parallel_loads)
-        await self._reconciler.submit(event, Wanted(prepared.servers, daemon))
+        event = plan.Apply(changes, daemon.max_parallel_loads, prepared.budget_bytes)
+        await self._reconciler.submit(event, Wanted(prepared.servers, daemon, prepared.machine))
         self._adopted(daemon)
 
     def _desired_of(self, server: PreparedServer) -> Desired:
@@ -420,7 +449,11 @@ class Configuration:
 
     def _blocked(self) -> list[str]:
         servers = self._reconciler.fleet.servers.values()
-        names = [it.name for it in servers if it.state is State.BLOCKED]
+        names = [
+            it.name
+            for it in servers
+            if it.state is State.BLOCKED and it.cause and it.cause.code != NO_MEMORY
+        ]
         return [name for name in names if name in self._applied.servers]
 
 

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Literal
 
 from daemon.config.spec import ServerSpec
+from daemon.policy.claim import Claim
 
 
 class State(StrEnum):
@@ -72,7 +73,9 @@ class Worker:
     """The process of a server, as far as decisions need it.
 
     *moved_at* is the last sign of progress: spawn, hello, load progress, a pass of the engine's loop.
-    *deadline* ends the drain, then the grace.
+    *deadline* ends the drain, then the grace. *claim* is what it needs and wants of the memory, *share* what
+    it was given, *promised* the most that it says it may come to use for the requests it has, *used* what
+    was measured of it; all in bytes.
     """
 
     launch: int
@@ -90,6 +93,15 @@ class Worker:
     ending_message: str | None = None
     deadline: float | None = None
     killed: bool = False
+    claim: Claim | None = None
+    share: int = 0
+    promised: int = 0
+    used: int = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """The memory that nobody else can have while this worker lives."""
+        return max(self.share, self.promised, self.used)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +125,8 @@ class Server:
     """When restarts after a failure were decided, within the window."""
     restarts_total: int = 0
     last_exit: LastExit | None = None
+    claim: Claim | None = None
+    """What the next worker needs and wants of the memory; None: nothing is known."""
 
     @property
     def address(self) -> Address:

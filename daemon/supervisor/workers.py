@@ -184,7 +184,7 @@ class _Desk:
                 self._post(events.Ready(launch, nonce, spec_hash))
             case wire.Snapshot(generation=generation):
                 report.sample(message, self._clock())
-                self._post(events.Beat(launch, generation))
+                self._post(events.Beat(launch, generation, message.memory_promised_bytes))
             case wire.Ack():
                 pass
             case wire.Fatal():

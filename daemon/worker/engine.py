@@ -21,7 +21,9 @@ import mlx.core as mx
 
 from daemon.config import wire
 from daemon.log import get_logger
+from daemon.policy.claim import KEPT_BYTES, PROCESS_BYTES
 from daemon.worker import model as model_loading
+from daemon.worker.admission import Costs, kv_limit
 from daemon.worker.model import LoadedModel, Progress
 from daemon.worker.requests import (
     EngineFailedError,
@@ -29,12 +31,12 @@ from daemon.worker.requests import (
     GenerationRequest,
     QueueFullError,
     TokenEvent,
+    TooLargeError,
 )
 from daemon.worker.scheduler import Scheduler
 
 IDLE_PASS_S = 0.2
 STATS_EVERY_S = 0.5
-MAX_CACHE_BYTES = 2 * 2**30  # freed buffers that MLX may keep for reuse
 
 log = get_logger()
 
@@ -128,6 +130,8 @@ class _Abort:
 @dataclass(frozen=True, slots=True)
 class _Limits:
     max_concurrent: int
+    kv_limit_bytes: int | None
+    memory_limit_bytes: int | None
 
 
 class _Stop:
@@ -145,12 +149,15 @@ class MlxEngine:
     ) -> None:
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._on_failure = on_failure
-        self._lock = threading.Lock()  # guards the three fields below, which both threads use
+        self._lock = threading.Lock()  # guards the fields below, which both threads use
         self._open: set[MlxGeneration] = set()
         self._failed = False
         self._stats = EngineStats()
         self._max_concurrent = max_concurrent
         self._waiting_limit = waiting
+        self._kv_limit_bytes: int | None = None
+        self._costs: Costs | None = None
+        self._waits_for_memory = False
         self._thread: threading.Thread | None = None
 
     def start(self, spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
@@ -163,13 +170,14 @@ class MlxEngine:
         return loaded.result()
 
     def submit(self, request: GenerationRequest) -> MlxGeneration:
-        """Queue *request*; call it on an event loop. Raises QueueFullError or EngineFailedError."""
+        """Queue *request*; call it on an event loop. Raises QueueFullError, TooLargeError or EngineFailedError."""
         generation = MlxGeneration(self, request, asyncio.get_running_loop())
         with self._lock:
             if self._failed:
                 raise EngineFailedError("the engine stopped")
+            self._refuse_too_large(len(request.prompt) + request.max_tokens)
             if len(self._open) >= self._max_concurrent + self._waiting_limit:
-                raise QueueFullError(self._retry_after_s())
+                raise QueueFullError(self._retry_after_s(), for_memory=self._waits_for_memory)
             self._open.add(generation)
         self._commands.put(_Submit(generation))
         return generation
@@ -184,17 +192,33 @@ class MlxEngine:
         with self._lock:
             return self._stats
 
-    def set_limits(self, *, max_concurrent: int, queue: int) -> None:
-        """Change the admission limits; running sequences are not touched."""
+    def set_limits(
+        self,
+        *,
+        max_concurrent: int,
+        queue: int,
+        kv_limit_bytes: int | None,
+        memory_limit_bytes: int | None,
+    ) -> None:
+        """Change the admission limits, and what MLX may use; running sequences are not touched."""
         with self._lock:
             self._max_concurrent, self._waiting_limit = max_concurrent, queue
-        self._commands.put(_Limits(max_concurrent))
+            self._kv_limit_bytes = kv_limit_bytes
+        self._commands.put(_Limits(max_concurrent, kv_limit_bytes, memory_limit_bytes))
 
     def close(self) -> None:
         """Stop the thread and wait for it; open generations fail."""
         self._commands.put(_Stop())
         if self._thread is not None:
             self._thread.join()
+
+    def _refuse_too_large(self, tokens: int) -> None:
+        limit, costs = self._kv_limit_bytes, self._costs
+        if limit is None or costs is None:
+            return
+        needed = costs.total_bytes([tokens])
+        if needed > limit:
+            raise TooLargeError(tokens, needed, limit)
 
     def _retry_after_s(self) -> int:
         # a place is free when the shortest running request ends; nobody knows when, so say "soon", bounded
@@ -204,21 +228,29 @@ class MlxEngine:
 
     def _run(self, spec: wire.WorkerSpec, progress: Progress, loaded: Future[LoadedModel]) -> None:
         try:
-            _limit_memory(spec.memory_limit_bytes)
+            _limit_memory(spec.memory_limit_bytes, spec.memory_reserve_bytes)
             ready = model_loading.load(spec, progress)
-            scheduler: Scheduler[MlxGeneration] = Scheduler(ready, self._max_concurrent)
+            limit = kv_limit(
+                spec.server,
+                share_bytes=spec.memory_limit_bytes,
+                reserve_bytes=spec.memory_reserve_bytes,
+                weights_bytes=ready.model_report.weights_bytes,
+            )
+            scheduler: Scheduler[MlxGeneration] = Scheduler(ready, self._max_concurrent, limit)
+            with self._lock:
+                self._costs, self._kv_limit_bytes = ready.costs, limit
         except BaseException as error:  # noqa: BLE001 - carried to the caller of start
             loaded.set_exception(error)
             return
         loaded.set_result(ready)
         try:
-            self._generate(scheduler)
+            self._generate(scheduler, spec.memory_reserve_bytes)
         except BaseException as error:  # noqa: BLE001 - whatever it was, this engine is over and must say so
             self._fail(error)
         else:
             self._fail(None)
 
-    def _generate(self, scheduler: Scheduler[MlxGeneration]) -> None:
+    def _generate(self, scheduler: Scheduler[MlxGeneration], reserve_bytes: int) -> None:
         published = 0.0
         while True:
             for command in self._next_commands(idle=scheduler.idle):
@@ -227,8 +259,10 @@ class MlxEngine:
                         scheduler.add(generation)
                     case _Abort(generation):
                         scheduler.drop(generation)
-                    case _Limits(max_concurrent):
+                    case _Limits(max_concurrent, kv_limit_bytes, memory_limit_bytes):
                         scheduler.set_max_concurrent(max_concurrent)
+                        scheduler.kv_limit_bytes = kv_limit_bytes
+                        _limit_memory(memory_limit_bytes, reserve_bytes)
                     case _Stop():
                         return
             delivery = scheduler.step()
@@ -273,6 +307,8 @@ class MlxEngine:
             waiting=scheduler.waiting,
             prompt_tokens_total=scheduler.prompt_tokens_total,
             generation_tokens_total=scheduler.generation_tokens_total,
+            kv_reserved_bytes=scheduler.reserved_bytes,
+            kv_limit_bytes=scheduler.kv_limit_bytes,
         )
         if measured:
             kv_bytes, kv_tokens = scheduler.kv_usage()
@@ -288,6 +324,7 @@ class MlxEngine:
             )
         with self._lock:
             self._stats = stats
+            self._waits_for_memory = scheduler.waits_for_memory
 
     def _fail(self, error: BaseException | None) -> None:
         with self._lock:
@@ -312,7 +349,15 @@ def _call_soon(
         loop.call_soon_threadsafe(callback, *arguments)
 
 
-def _limit_memory(memory_limit_bytes: int | None) -> None:
-    if memory_limit_bytes is not None:
-        mx.set_memory_limit(memory_limit_bytes)
-        mx.set_cache_limit(min(MAX_CACHE_BYTES, memory_limit_bytes // 4))
+def _limit_memory(share_bytes: int | None, reserve_bytes: int) -> None:
+    """Keep MLX to this worker's share: what it allocates, what it keeps for reuse, and what a Mac's GPU wires.
+
+    The limits make MLX give back what it keeps; none of them makes an allocation fail (daemon.worker.admission).
+    """
+    if share_bytes is None:
+        return
+    mx.set_memory_limit(share_bytes)
+    mx.set_cache_limit(min(KEPT_BYTES, max(0, reserve_bytes - PROCESS_BYTES) // 2))
+    if mx.metal.is_available():
+        most = mx.device_info().get("max_recommended_working_set_size", share_bytes)
+        mx.set_wired_limit(min(share_bytes, int(most)))

@@ -15,18 +15,22 @@ from daemon.policy.spec import KvRequest
 from daemon.worker.calibration import Calibration
 
 
+def as_built(resolved: ResolvedPolicy, factory: CacheFactory) -> ResolvedPolicy:
+    """Return *resolved* as the loaded model got it."""
+    built = {slot.plan.index: slot.plan for slot in factory.slots}
+    plans = tuple(built.get(plan.index, plan) for plan in resolved.layers)
+    return ResolvedPolicy(layers=plans, warnings=resolved.warnings, summary=summarize(plans))
+
+
 def kv_report(
     asked: KvRequest,
-    resolved: ResolvedPolicy,
+    final: ResolvedPolicy,
     factory: CacheFactory,
     chosen: Sequence[Choice],
     cost: BytesPerToken,
     calibration: Calibration,
 ) -> wire.KvReport:
-    """Return the effective policy, layer by layer; *chosen* is what attends in each slot of *factory*."""
-    built = {slot.plan.index: slot.plan for slot in factory.slots}
-    plans = tuple(built.get(plan.index, plan) for plan in resolved.layers)
-    final = ResolvedPolicy(layers=plans, warnings=resolved.warnings, summary=summarize(plans))
+    """Return the policy *final*, as built, layer by layer; *chosen* is what attends in each slot of *factory*."""
     by_layer = {slot.plan.index: choice for slot, choice in zip(factory.slots, chosen, strict=True)}
     problems = [calibration.problem] if calibration.problem else []
     return wire.KvReport(

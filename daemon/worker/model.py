@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +24,13 @@ from daemon.config import wire
 from daemon.errors import PolicyError, WorkerExit, WorkerExitError
 from daemon.kernels.attention import on_this_device
 from daemon.policy.architecture import Architecture, read_architecture
+from daemon.policy.budget import EXACT_BYTES
+from daemon.policy.claim import padded, sequence_cost
 from daemon.policy.resolve import ResolvedPolicy, resolve
 from daemon.policy.rules import Batching, architectures
+from daemon.worker.admission import Costs
 from daemon.worker.caches import Subject, put_in_force
-from daemon.worker.kv_report import kv_report
+from daemon.worker.kv_report import as_built, kv_report
 
 Progress = Callable[[str, float], None]
 
@@ -45,6 +49,7 @@ class LoadedModel:
     max_context: int
     eos_token_ids: frozenset[int]
     batching: Batching
+    costs: Costs
     model_report: wire.ModelReport
     kv_report: wire.KvReport
 
@@ -94,21 +99,28 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
     attention = on_this_device()
     chosen = backends.choices(model, factory, attention)
     factory = factory.attended_by(attention)
-    report = kv_report(spec.kv, resolved, factory, chosen, cost, caches.calibration)
+    built = as_built(resolved, factory)
+    report = kv_report(spec.kv, built, factory, chosen, cost, caches.calibration)
     if spec.kv.strict:
         _refuse_fallbacks(resolved, factory)
         _refuse_lost_budgets(resolved, factory)
     model.make_cache = factory
     mx.clear_cache()
     own_context = architecture.max_context or UNKNOWN_CONTEXT
+    max_context = min(spec.server.max_context or own_context, own_context)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         factory=factory,
         vocab_size=vocab_size,
-        max_context=min(spec.server.max_context or own_context, own_context),
+        max_context=max_context,
         eos_token_ids=frozenset(tokenizer.eos_token_ids),
         batching=architecture.batching,
+        costs=Costs(
+            sequence_cost(built, architecture, _value_bytes(model)),
+            padded=padded(built),
+            reading_tokens=max_context,
+        ),
         model_report=_model_report(spec, folder, model, architecture),
         kv_report=report,
     )
@@ -200,6 +212,15 @@ def _load_tokenizer(folder: Path, spec: wire.WorkerSpec, config: dict[str, Any])
                 WorkerExit.BAD_CONFIG, f"cannot read the chat template {path}: {_one_line(error)}"
             ) from error
     return tokenizer
+
+
+def _value_bytes(model: Any) -> int:
+    """Return the size of a number as the model computes: of most of its floating-point weights."""
+    counted: Counter[int] = Counter()
+    for array in _weights(model):
+        if mx.issubdtype(array.dtype, mx.floating):
+            counted[array.dtype.size] += array.nbytes
+    return counted.most_common(1)[0][0] if counted else EXACT_BYTES
 
 
 def _refuse_fallbacks(resolved: ResolvedPolicy, factory: CacheFactory) -> None:

@@ -63,6 +63,8 @@ class EngineStats:
     generation_tokens_total: int = 0
     kv_bytes: int = 0
     kv_tokens: int = 0
+    kv_reserved_bytes: int = 0
+    kv_limit_bytes: int | None = None
     mlx_active_bytes: int = 0
     mlx_cache_bytes: int = 0
     mlx_peak_bytes: int = 0
@@ -71,11 +73,22 @@ class EngineStats:
 
 
 class QueueFullError(Exception):
-    """The waiting line has no place left; try again after *retry_after_s*."""
+    """The waiting line has no place left; try again after *retry_after_s*. *for_memory*: that is what it waits for."""
 
-    def __init__(self, retry_after_s: int) -> None:
+    def __init__(self, retry_after_s: int, *, for_memory: bool = False) -> None:
         super().__init__(f"the queue is full; retry after {retry_after_s} s")
         self.retry_after_s = retry_after_s
+        self.for_memory = for_memory
+
+
+class TooLargeError(Exception):
+    """A sequence may grow to more memory than all of them together may take; waiting would not help."""
+
+    def __init__(self, tokens: int, needed_bytes: int, limit_bytes: int) -> None:
+        super().__init__(f"{needed_bytes} bytes are more than {limit_bytes}")
+        self.tokens = tokens
+        self.needed_bytes = needed_bytes
+        self.limit_bytes = limit_bytes
 
 
 class EngineFailedError(Exception):
@@ -98,13 +111,20 @@ class Engine(Protocol):
     """What the HTTP side needs of the engine; the real one owns the MLX thread."""
 
     def submit(self, request: GenerationRequest) -> Generation:
-        """Queue *request*; raises QueueFullError, or EngineFailedError when the engine is dead."""
+        """Queue *request*; raises QueueFullError, TooLargeError, or EngineFailedError when the engine is dead."""
         ...
 
     def stats(self) -> EngineStats:
         """Return the latest numbers; never waits for the MLX thread."""
         ...
 
-    def set_limits(self, *, max_concurrent: int, queue: int) -> None:
-        """Change the admission limits; running sequences are not touched."""
+    def set_limits(
+        self,
+        *,
+        max_concurrent: int,
+        queue: int,
+        kv_limit_bytes: int | None,
+        memory_limit_bytes: int | None,
+    ) -> None:
+        """Change the admission limits, and what MLX may use; running sequences are not touched."""
         ...

@@ -16,14 +16,11 @@ from mlx_lm.generate import BatchGenerator, StopSequences
 
 from daemon.metrics import catalogue
 from daemon.metrics.histogram import Observations
+from daemon.policy.claim import PREFILL_CHUNK, PREFILL_ROWS
 from daemon.worker.model import LoadedModel
 from daemon.worker.packing_time import PackingTime, packed_rows
 from daemon.worker.requests import GenerationRequest, TokenEvent
 from daemon.worker.sampling import make_logits_processors, make_sampler
-
-PREFILL_ROWS = 4  # prompts read together; more would make a decode step wait longer
-# Prompt tokens between two decode steps: what a running stream waits for at most. A CPU reads some 150 tokens a second.
-PREFILL_CHUNK = {"cpu": 128, "gpu": 1024}
 
 
 class Owner(Protocol):
@@ -46,7 +43,12 @@ OwnerT = TypeVar("OwnerT", bound=Owner)
 class Scheduler(Generic[OwnerT]):
     """mlx-lm's BatchGenerator, the line of requests before it, and who each of its rows belongs to."""
 
-    def __init__(self, loaded: LoadedModel, max_concurrent: int) -> None:
+    def __init__(
+        self, loaded: LoadedModel, max_concurrent: int, kv_limit_bytes: int | None = None
+    ) -> None:
+        self.kv_limit_bytes = kv_limit_bytes
+        """What all sequences together may grow to; None: no limit. Lowering it touches no running one."""
+        self.waits_for_memory = False
         self.prompt_tokens_total = 0
         self.generation_tokens_total = 0
         packs = any(slot.packed and slot.row().packs for slot in loaded.factory.slots)
@@ -55,6 +57,8 @@ class Scheduler(Generic[OwnerT]):
         self._line: deque[OwnerT] = deque()
         self._rows: dict[int, OwnerT] = {}
         self._prompt_done: dict[int, int] = {}  # tokens read of each prompt that is being read
+        self._reading: dict[int, int] = {}  # tokens of each prompt that is not read to its end
+        self._costs = loaded.costs
         self._batching = loaded.batching
         self._max_concurrent, prefill_rows = self._most_rows(max_concurrent)
         self._stops = StopSequences([[token] for token in sorted(loaded.eos_token_ids)])
@@ -64,7 +68,7 @@ class Scheduler(Generic[OwnerT]):
             loaded.model,
             completion_batch_size=self._max_concurrent,
             prefill_batch_size=prefill_rows,
-            prefill_step_size=PREFILL_CHUNK["cpu" if device == mx.Device(mx.cpu) else "gpu"],
+            prefill_step_size=PREFILL_CHUNK["cpu" if device == mx.Device(mx.cpu) else "metal"],
             stream=mx.default_stream(device),
         )
         # it has just wired the recommended maximum of the whole machine for this one process: undo that
@@ -104,6 +108,7 @@ class Scheduler(Generic[OwnerT]):
             for uid in uids:
                 del self._rows[uid]
                 self._prompt_done.pop(uid, None)
+                self._reading.pop(uid, None)
 
     def set_max_concurrent(self, max_concurrent: int) -> None:
         """Change how many sequences run at once; running ones go on."""
@@ -118,8 +123,12 @@ class Scheduler(Generic[OwnerT]):
 
     def step(self) -> dict[OwnerT, list[TokenEvent]]:
         """Admit what fits, run one decode step and one prefill chunk, and return the new tokens by sequence."""
-        while self._line and len(self._rows) < self._max_concurrent:
+        places = True
+        while self._line and (places := len(self._rows) < self._max_concurrent):
+            if not self._has_room(self._line[0].request):
+                break
             self._insert(self._line.popleft())
+        self.waits_for_memory = bool(self._line) and places
         if not self._rows:
             return {}
         progress, responses = self._next()
@@ -130,6 +139,7 @@ class Scheduler(Generic[OwnerT]):
             delivery.setdefault(generation, []).append(_event(generation.request, response))
             if response.finish_reason is not None:
                 del self._rows[response.uid]
+                self._reading.pop(response.uid, None)
         self.generation_tokens_total += len(responses)
         return delivery
 
@@ -168,6 +178,23 @@ class Scheduler(Generic[OwnerT]):
             self._prompt_done[report.uid] = done
             if report.end_of_prompt:
                 del self._prompt_done[report.uid]
+                self._reading.pop(report.uid, None)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What the sequences that run may grow to."""
+        return self._costs.total_bytes(_length(it.request) for it in self._rows.values())
+
+    def _has_room(self, request: GenerationRequest) -> bool:
+        """Whether *request* may run beside what runs. Alone it always may: its size was judged when it came."""
+        if not self._rows:
+            return True
+        if not self._costs.can_read([*self._reading.values(), len(request.prompt)]):
+            return False
+        if self.kv_limit_bytes is None:
+            return True
+        lengths = [*(_length(it.request) for it in self._rows.values()), _length(request)]
+        return self._costs.total_bytes(lengths) <= self.kv_limit_bytes
 
     def kv_usage(self) -> tuple[int, int]:
         """Return the bytes allocated for live sequences and the tokens they hold."""
@@ -193,6 +220,12 @@ class Scheduler(Generic[OwnerT]):
             stop_sequences=[self._no_stops if request.ignore_eos else self._stops],
         )
         self._rows[uid] = generation
+        self._reading[uid] = len(request.prompt)
+
+
+def _length(request: GenerationRequest) -> int:
+    """Return the most tokens that the sequence of *request* comes to hold."""
+    return len(request.prompt) + request.max_tokens
 
 
 def _event(request: GenerationRequest, response: Any) -> TokenEvent:

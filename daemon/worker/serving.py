@@ -20,6 +20,7 @@ from uuid import uuid4
 
 from daemon.config.spec import ServerSpec
 from daemon.config.wire import KvReport, Live, ModelReport, OpenRequest, Snapshot, WorkerSpec
+from daemon.worker.admission import kv_limit
 from daemon.worker.api import errors
 from daemon.worker.api.prompts import Prompts, Tokenizer
 from daemon.worker.metrics import RequestMetrics
@@ -137,6 +138,7 @@ class Serving:
         self.server: ServerSpec = spec.server
         self.api_key = spec.api_key
         self.spec_hash = spec.spec_hash
+        self.memory_limit_bytes = spec.memory_limit_bytes
         self.phase = Phase.LOADING
         self.progress: tuple[str, float] = ("starting", 0.0)
         self.counters = Counters()
@@ -224,6 +226,7 @@ class Serving:
         self.server = live.server
         self.api_key = live.api_key
         self.spec_hash = live.spec_hash
+        self.memory_limit_bytes = live.memory_limit_bytes
         self._apply_limits()
 
     @contextmanager
@@ -294,6 +297,9 @@ class Serving:
             mlx_active_bytes=stats.mlx_active_bytes,
             mlx_cache_bytes=stats.mlx_cache_bytes,
             mlx_peak_bytes=stats.mlx_peak_bytes,
+            kv_reserved_bytes=stats.kv_reserved_bytes,
+            kv_limit_bytes=stats.kv_limit_bytes,
+            memory_promised_bytes=self._promised_bytes(stats),
             open=tuple(self._open_requests(now)),
             kv_packing_s=stats.packing_s,
             passed_at=stats.passed_at,
@@ -312,6 +318,15 @@ class Serving:
                 completion_tokens=progress.completion_tokens,
             )
 
+    def _promised_bytes(self, stats: EngineStats) -> int:
+        """Return the most memory that this worker may come to use for what runs, or may start to run."""
+        if self._model is None:
+            return self.memory_limit_bytes or 0
+        fixed = self._model.loaded.model.weights_bytes + self.spec.memory_reserve_bytes
+        # the limit that the engine goes by: a lower one may still be on its way to it
+        caches = max(stats.kv_limit_bytes or 0, stats.kv_reserved_bytes)
+        return max(self.memory_limit_bytes or 0, fixed + caches)
+
     def state(self) -> Mapping[str, object]:
         """Return who this worker is and whether it moves, for readiness."""
         return {
@@ -324,6 +339,15 @@ class Serving:
 
     def _apply_limits(self) -> None:
         if self._model is not None:
-            self._model.loaded.engine.set_limits(
-                max_concurrent=self.server.max_concurrent, queue=self.server.queue
+            loaded = self._model.loaded
+            loaded.engine.set_limits(
+                max_concurrent=self.server.max_concurrent,
+                queue=self.server.queue,
+                kv_limit_bytes=kv_limit(
+                    self.server,
+                    share_bytes=self.memory_limit_bytes,
+                    reserve_bytes=self.spec.memory_reserve_bytes,
+                    weights_bytes=loaded.model.weights_bytes,
+                ),
+                memory_limit_bytes=self.memory_limit_bytes,
             )

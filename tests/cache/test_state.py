@@ -327,7 +327,7 @@ def tamper(path: Path, change: Callable[[dict[str, Any], dict[str, mx.array]], o
     [
         ("layout", 0, "layout is 0, expected 1"),
         ("tile", 64, "tile is 64, expected 32"),
-        ("rotation", 7, "rotation is 7, expected 2"),
+        ("rotation", 9, "rotation is 9, expected 7"),
         ("caches.0.scheme", "turbo4v4", "scheme of cache 0 is turbo4v4"),
         ("caches.0.v.codebook", "0" * 64, "codebook of v of cache 0 is 000"),
         ("caches.0.v.scale_rule", "matched", "scale_rule of v of cache 0 is matched"),

@@ -22,7 +22,7 @@ def _machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with 16 GiB, an empty Hugging Face cache and a state folder of its own."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("TQD_STATE_DIR", str(tmp_path / "state"))
-    monkeypatch.setattr("daemon.config.prepare.memory_bytes", lambda: 16 * GIB)
+    monkeypatch.setattr("daemon.config.machine.memory_bytes", lambda: 16 * GIB)
     monkeypatch.chdir(tmp_path)
 
 
@@ -121,13 +121,16 @@ def test_check_refuses_what_does_not_fit_together(
     make_model(tmp_path / "m", weights=20_000_000)
     servers("a: {model: m, port: 1}", "b: {model: m, port: 2}")
     verdicts = {}
-    for mib in (20, 70, 10_000):
-        monkeypatch.setattr("daemon.config.prepare.memory_bytes", lambda mib=mib: mib * 2**20)
+    for mib in (500, 1100, 10_000):
+        monkeypatch.setattr("daemon.config.machine.memory_bytes", lambda mib=mib: mib * 2**20)
         result = run("check", "--json")
         verdicts[json.loads(result.output)["memory"]["fits"]] = result.exit_code
     assert verdicts == {"no": 2, "not all at once": 0, "yes": 0}
-    monkeypatch.setattr("daemon.config.prepare.memory_bytes", lambda: 20 * 2**20)
-    assert "does not fit" in run("check").output
+    monkeypatch.setattr("daemon.config.machine.memory_bytes", lambda: 500 * 2**20)
+    output = run("check").output
+    assert "does not fit" in output
+    assert "needs 3" in output
+    assert "gets 375.0 MiB" in output or "does not fit beside" in output
 
 
 def test_check_reads_names_as_text_not_as_markup(

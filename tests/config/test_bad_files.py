@@ -121,14 +121,12 @@ EXPECTED = {
     ],
     'not_yet_available': [
         '2:10: daemon.gateway: not yet available',
-        '2:35: daemon.memory_budget: not yet available',
         '3:12: defaults.idle_unload: not yet available',
         '8:5: servers.chat.adapter: not yet available',
         '9:5: servers.chat.trust_remote_code: not yet available',
         '10:5: servers.chat.distributed: not yet available',
         '11:20: servers.chat.prompt_cache.capacity: not yet available',
         '11:65: servers.chat.prompt_cache.snapshots.max_entries: not yet available',
-        '12:10: servers.chat.kv.budget: not yet available',
     ],
     'only_comments': [
         'the file is empty',

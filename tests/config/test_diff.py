@@ -9,6 +9,7 @@ from daemon.config.diff import Live, Replace, Start, Stop, diff, refuse_daemon_c
 from daemon.config.effects import SERVER_EFFECTS, Effect, effect_of
 from daemon.config.keys import walk
 from daemon.config.load import load
+from daemon.config.machine import Machine
 from daemon.config.prepare import Prepared, prepare
 from daemon.config.spec import ServerSpec
 from daemon.errors import ConfigError
@@ -29,7 +30,7 @@ def ask(tmp_path: Path, make_model: MakeModel, monkeypatch: pytest.MonkeyPatch) 
         path = tmp_path / "servers.yaml"
         path.write_text("version: 1\n" + text)
         loaded = load(path, environ=environ or {})
-        return prepare(loaded, state=StateDir(tmp_path / "state"), memory=2**36)
+        return prepare(loaded, state=StateDir(tmp_path / "state"), on=Machine(2**36))
 
     return ask
 

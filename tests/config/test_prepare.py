@@ -9,7 +9,7 @@ import pytest
 
 from daemon.config import wire
 from daemon.config.load import load
-from daemon.config.machine import budget_bytes
+from daemon.config.machine import Machine
 from daemon.config.prepare import (
     FILE_MISSING,
     MODEL_FAULT,
@@ -43,7 +43,7 @@ def ask(tmp_path: Path) -> Ask:
         path = tmp_path / "servers.yaml"
         path.write_text("version: 1\nservers:\n" + "".join(f"  {line}\n" for line in servers))
         loaded = load(path, environ=environ or {})
-        return prepare(loaded, state=StateDir(tmp_path / "state"), memory=memory)
+        return prepare(loaded, state=StateDir(tmp_path / "state"), on=Machine(memory))
 
     return ask
 
@@ -72,8 +72,12 @@ def test_a_server_knows_its_layers_sizes_and_identity(
     assert server.max_context == 4096
     assert server.kv_bytes is not None
     assert server.weights_bytes == (folder / "model.safetensors").stat().st_size
-    assert server.planned_bytes == server.weights_bytes + server.kv_bytes
-    assert server.minimum_bytes == server.weights_bytes + server.kv_bytes // 3
+    claim = server.claim
+    assert claim is not None
+    assert claim.weights_bytes == server.weights_bytes
+    assert claim.needs_bytes == claim.fixed_bytes + claim.sequence_bytes
+    assert claim.wants_bytes == claim.fixed_bytes + 3 * claim.sequence_bytes
+    assert server.kv_bytes <= 3 * claim.sequence_bytes  # whole buffers, and a layer unpacked
     assert server.fingerprint
     assert server.blocked is None
 
@@ -126,7 +130,7 @@ def test_a_config_without_weights_is_planned_but_cannot_start(
     assert server.resolved is not None
     assert server.kv_bytes
     assert server.weights_bytes is None
-    assert server.planned_bytes is None
+    assert server.claim is None
     assert server.blocked is not None
     assert server.blocked.code == MODEL_MISSING
 
@@ -189,16 +193,16 @@ def test_disabling_a_server_is_a_way_out_of_a_broken_model(
 def test_the_context_is_lowered_until_one_sequence_fits(
     ask: Ask, make_model: MakeModel, tmp_path: Path
 ) -> None:
-    make_model(tmp_path / "m", max_position_embeddings=1_000_000)
-    memory = 200 * 2**20
+    make_model(tmp_path / "m", max_position_embeddings=10_000_000)
+    memory = 800 * 2**20
     servers = ask("a: {model: m, port: 1}", "b: {model: m, port: 2}", memory=memory).servers
     lowered, other = servers["a"], servers["b"]
     assert lowered.max_context is not None
-    assert 1000 < lowered.max_context < 1_000_000
-    assert lowered.minimum_bytes is not None
-    assert lowered.minimum_bytes <= budget_bytes(memory)
+    assert 1000 < lowered.max_context < 10_000_000
+    assert lowered.claim is not None
+    assert lowered.claim.needs_bytes <= Machine(memory).budget_bytes()
     assert other.max_context == lowered.max_context  # never depends on other servers
-    assert any("lowered from 1000000" in warning for warning in lowered.warnings)
+    assert any("lowered from 10000000" in warning for warning in lowered.warnings)
 
 
 def test_a_context_that_was_asked_for_is_kept(
@@ -211,6 +215,35 @@ def test_a_context_that_was_asked_for_is_kept(
     assert [server.max_context for server in servers.values()] == [512, 8192]
     assert servers["a"].warnings == ()
     assert any("more than the model's own 4096" in warning for warning in servers["b"].warnings)
+
+
+def test_a_budget_for_caches_must_hold_one_sequence_and_the_hint_says_which_would(
+    ask: Ask, make_model: MakeModel, tmp_path: Path
+) -> None:
+    make_model(tmp_path / "m")
+    with pytest.raises(ConfigError) as caught:
+        ask("chat: {model: m, port: 1, kv: {budget: 1MiB}}")
+    (problem,) = caught.value.problems
+    assert problem.path == "servers.chat.kv.budget"
+    assert problem.message.startswith("1.0 MiB hold no sequence of max_context 4096 tokens")
+    assert problem.hint is not None
+    fitting = int(problem.hint.rpartition(" ")[2])
+    line = f"chat: {{model: m, port: 1, max_context: {fitting}, kv: {{budget: 1MiB}}}}"
+    claim = ask(line).servers["chat"].claim
+    assert claim is not None
+    assert claim.most_kv_bytes == 2**20
+
+
+def test_a_budget_for_caches_is_live_and_so_is_that_of_the_machine(
+    ask: Ask, make_model: MakeModel, tmp_path: Path
+) -> None:
+    make_model(tmp_path / "m")
+    auto, bounded = (
+        ask(f"chat: {{model: m, port: 1, kv: {{budget: {budget}}}}}").servers["chat"]
+        for budget in ("auto", "20MiB")
+    )
+    assert auto.spec_hash == bounded.spec_hash
+    assert auto.live_hash != bounded.live_hash
 
 
 def test_an_allowlist_entry_of_this_machine_counts(

@@ -84,6 +84,8 @@ def view() -> View:
         prepared={
             it.name: PreparedServer(it.name, "org/m", it.spec, KV, "h", "l") for it in servers
         },
+        machine=None,
+        reading=None,
         reports={"chat": Report(7, READY, SNAPSHOT, 999.0)},
         config=ConfigStatus(
             Path("/etc/servers.yaml"),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from daemon.policy.architecture import Architecture, Layer, LayerKind
-from daemon.policy.budget import fits, kv_bytes, kv_cost, longest_context, weights_bytes
+from daemon.policy.budget import kv_bytes, kv_cost, longest_context, weights_bytes
 from daemon.policy.resolve import ResolvedPolicy, request, resolve
 from daemon.policy.spec import KvSpec, NamedPolicy
 from daemon.policy.store import load_policies
@@ -145,16 +145,37 @@ def test_only_safetensors_count_as_weights(tmp_path: Path) -> None:
     assert weights_bytes(tmp_path) == 100
 
 
-def test_it_fits_up_to_the_last_byte(policy: Policy, plain: Plain) -> None:
+def test_full_precision_counts_the_numbers_of_the_model(policy: Policy, plain: Plain) -> None:
     model = plain("f")
-    resolved = policy(model)
-    needed = 1000 + kv_bytes(resolved, model, context_tokens=64, sequences=2)
-    for memory, enough in ((needed, True), (needed - 1, False)):
-        fit = fits(
-            resolved, model, weights_bytes=1000, memory_bytes=memory, context_tokens=64, sequences=2
-        )
-        assert fit.needed_bytes == needed
-        assert fit.fits is enough
+    exact = policy(model, mode="fp16")
+    at_16, at_32 = (kv_bytes(exact, model, context_tokens=256, value_bytes=size) for size in (2, 4))
+    assert at_32 == 2 * at_16
+    packed = policy(model, mode="int8", sink_tokens=0, tail_tokens=0)
+    assert kv_bytes(packed, model, context_tokens=256, value_bytes=4) == kv_bytes(
+        packed, model, context_tokens=256
+    )
+    keys = policy(model, mode="turbo0v4", sink_tokens=0, tail_tokens=0)
+    more = kv_bytes(keys, model, context_tokens=256, value_bytes=4) - kv_bytes(
+        keys, model, context_tokens=256
+    )
+    assert more == at_16 // 2  # the keys only
+
+
+def test_a_prompt_that_is_packed_when_decoded_counts_in_full_until_then(
+    policy: Policy, plain: Plain
+) -> None:
+    model = plain("f")
+    late, early, exact = (
+        policy(model, mode="int8", compress="first_decode"),
+        policy(model, mode="int8"),
+        policy(model, mode="fp16"),
+    )
+    costs = [
+        [kv_bytes(it, model, context_tokens=tokens) for it in (late, early, exact)]
+        for tokens in (1024, 100_000)
+    ]
+    assert costs[0][0] == costs[0][2] > costs[0][1]
+    assert costs[1][0] == costs[1][1]
 
 
 @given(tokens=st.integers(0, 5000), tail=st.sampled_from([0, 32, 64]), sinks=st.integers(0, 64))
@@ -167,7 +188,11 @@ def test_a_longer_context_never_costs_less(tokens: int, tail: int, sinks: int) -
 @given(free=st.integers(0, 3_000_000), most=st.integers(1, 4096))
 def test_the_longest_context_fits_and_one_tile_more_does_not(free: int, most: int) -> None:
     arch, resolved = two_layers()
-    found = longest_context(resolved, arch, free_bytes=free, most_tokens=most)
+    found = longest_context(
+        lambda tokens: kv_bytes(resolved, arch, context_tokens=tokens),
+        free_bytes=free,
+        most_tokens=most,
+    )
     assert found <= most
     assert kv_bytes(resolved, arch, context_tokens=found) <= free
     if found < most:

@@ -14,6 +14,7 @@ from daemon.supervisor.events import (
     Grant,
     Hello,
     Hurry,
+    Measured,
     Progress,
     Ready,
     Replace,
@@ -21,6 +22,7 @@ from daemon.supervisor.events import (
     SendDrain,
     SendLive,
     SendSignal,
+    Share,
     Slept,
     Spawn,
     Spawned,
@@ -456,10 +458,18 @@ POSSIBLE: dict[State, set[State]] = {
 
 EVENTS: list[events.Event] = [
     *(Start(), Stop(), Restart(), Hurry(), Replace(SPEC, "hash-1"), Replace(SPEC, "hash-2")),
-    *(Update(SPEC), Block(IN_USE), Unblock(), Grant("n2")),
+    *(Update(SPEC), Block(IN_USE), Unblock(), Grant("n2"), Share(9)),
     *(Spawned(1, 40), SpawnFailed(1, IN_USE), SpawnFailed(1, Cause("spawn_failed", "x"))),
     *(Hello(1, "n", 1), Hello(1, "x", 1), Progress(1, "weights", 0.7), Garbled(1, "x")),
-    *(Ready(1, "n", "hash-1"), Ready(1, "n", "hash-2"), Beat(1, 0), Beat(1, 9), Tick(), Slept(9.0)),
+    *(
+        Ready(1, "n", "hash-1"),
+        Ready(1, "n", "hash-2"),
+        Beat(1, 0),
+        Beat(1, 9),
+        Measured(1, 9),
+        Tick(),
+        Slept(9.0),
+    ),
     *(Exited(1, code) for code in (0, 1, 66, 69, 70, 78, -9, -15)),
 ]
 

@@ -125,12 +125,17 @@ class FakeEngine:
         self.passes = itertools.count(1)
         self.frozen: int | None = None
         self.failed = False
+        self.refusal: Exception | None = None
+        self.kv_limit_bytes: int | None = None
+        self.memory_limit_bytes: int | None = None
         self.places = asyncio.Semaphore(self.max_concurrent)
         self.eos = {small_tokenizer().eos_token_id}
 
     def submit(self, request: GenerationRequest) -> FakeGeneration:
         if self.failed:
             raise EngineFailedError("the engine stopped")
+        if self.refusal is not None:
+            raise self.refusal
         if len(self.open) >= self.max_concurrent + self.queue:
             raise QueueFullError(1 + len(self.open) // self.max_concurrent)
         self.submitted.append(request)
@@ -148,10 +153,20 @@ class FakeEngine:
             generation_tokens_total=self.generated,
             kv_bytes=tokens * BYTES_PER_TOKEN,
             kv_tokens=tokens,
+            kv_reserved_bytes=tokens * BYTES_PER_TOKEN,
+            kv_limit_bytes=self.kv_limit_bytes,
         )
 
-    def set_limits(self, *, max_concurrent: int, queue: int) -> None:
+    def set_limits(
+        self,
+        *,
+        max_concurrent: int,
+        queue: int,
+        kv_limit_bytes: int | None,
+        memory_limit_bytes: int | None,
+    ) -> None:
         self.max_concurrent, self.queue = max_concurrent, queue
+        self.kv_limit_bytes, self.memory_limit_bytes = kv_limit_bytes, memory_limit_bytes
         self.places = asyncio.Semaphore(max_concurrent)
 
     def drop(self, generation: FakeGeneration) -> None:

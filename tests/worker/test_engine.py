@@ -187,7 +187,9 @@ async def test_counters_grow_with_the_work(loaded: LoadedEngine) -> None:
 
 
 async def test_raised_limits_admit_more(loaded: LoadedEngine) -> None:
-    loaded.engine.set_limits(max_concurrent=6, queue=0)
+    loaded.engine.set_limits(
+        max_concurrent=6, queue=0, kv_limit_bytes=None, memory_limit_bytes=None
+    )
     try:
         open_now = [loaded.engine.submit(request(seed, max_tokens=300)) for seed in range(6)]
         await until(lambda: loaded.engine.stats().running == 6)
@@ -195,7 +197,9 @@ async def test_raised_limits_admit_more(loaded: LoadedEngine) -> None:
             generation.abort()
         await until(lambda: loaded.engine.stats().running == 0)
     finally:
-        loaded.engine.set_limits(max_concurrent=3, queue=2)
+        loaded.engine.set_limits(
+            max_concurrent=3, queue=2, kv_limit_bytes=None, memory_limit_bytes=None
+        )
 
 
 async def test_mlx_runs_on_one_thread_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

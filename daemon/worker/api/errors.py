@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from daemon.units import format_size
+
 MAX_RETRY_AFTER_S = 30  # SDKs sleep as long as they are told to; longer would only look like a hang
 
 
@@ -83,14 +85,26 @@ def model_not_found(name: str, served: tuple[str, ...]) -> ApiError:
     )
 
 
-def queue_full(retry_after_s: int) -> ApiError:
-    """The waiting line has no place left."""
+def queue_full(retry_after_s: int, *, for_memory: bool = False) -> ApiError:
+    """The waiting line has no place left; *for_memory*: what it waits for is memory that running requests hold."""
+    what = "memory that running requests hold" if for_memory else "a place"
     return ApiError(
         429,
-        "Too many requests are waiting; try again soon.",
+        f"Too many requests are waiting for {what}; try again soon.",
         kind="rate_limit_error",
-        code="queue_full",
+        code="memory_full" if for_memory else "queue_full",
         headers=_retry_after(retry_after_s),
+    )
+
+
+def too_large(tokens: int, needed_bytes: int, limit_bytes: int) -> ApiError:
+    """A request that would not fit into the server's memory even alone."""
+    return ApiError(
+        400,
+        f"This request may grow to {tokens} tokens, whose cache takes {format_size(needed_bytes)}; this server has "
+        f"{format_size(limit_bytes)} for all requests. Send a shorter prompt or a smaller max_tokens.",
+        param="max_tokens",
+        code="insufficient_memory",
     )
 
 

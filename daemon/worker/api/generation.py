@@ -20,6 +20,7 @@ from daemon.worker.requests import (
     GenerationRequest,
     QueueFullError,
     TokenEvent,
+    TooLargeError,
 )
 
 Batch = Sequence[TokenEvent]
@@ -52,7 +53,10 @@ class Run:
                 self._iterators[index] = aiter(generation)
         except QueueFullError as error:
             self._abort()
-            raise errors.queue_full(error.retry_after_s) from None
+            raise errors.queue_full(error.retry_after_s, for_memory=error.for_memory) from None
+        except TooLargeError as error:
+            self._abort()
+            raise errors.too_large(error.tokens, error.needed_bytes, error.limit_bytes) from None
         except EngineFailedError:
             self._abort()
             raise errors.engine_gone() from None

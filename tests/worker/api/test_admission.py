@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from daemon.config.wire import Live
+from daemon.worker.requests import QueueFullError, TooLargeError
 from tests.worker.fake_engine import Script
 from tests.worker.live_app import live_app, until
 
@@ -43,3 +44,45 @@ async def test_limits_change_while_running() -> None:
         app.serving.apply(Live(spec_hash="new", server=server, api_key=None))
         assert (app.engine.max_concurrent, app.engine.queue) == (4, 7)
         assert (await app.get("/props")).json["total_slots"] == 4
+
+
+async def test_a_request_that_can_never_fit_gets_400_and_says_what_would() -> None:
+    async with live_app() as app:
+        app.engine.refusal = TooLargeError(tokens=900, needed_bytes=3 * 2**20, limit_bytes=2**20)
+        answer = await app.chat()
+        assert answer.status == 400
+        assert (answer.error["code"], answer.error["param"]) == (
+            "insufficient_memory",
+            "max_tokens",
+        )
+        assert answer.error["message"] == (
+            "This request may grow to 900 tokens, whose cache takes 3.0 MiB; this server has 1.0 MiB for"
+            " all requests. Send a shorter prompt or a smaller max_tokens."
+        )
+
+
+async def test_while_others_hold_the_memory_a_full_line_says_so() -> None:
+    async with live_app() as app:
+        app.engine.refusal = QueueFullError(7, for_memory=True)
+        answer = await app.chat()
+        assert (answer.status, answer.headers["Retry-After"]) == (429, "7")
+        assert answer.error["code"] == "memory_full"
+        assert "memory that running requests hold" in answer.error["message"]
+
+
+async def test_a_share_of_the_memory_is_live_and_what_is_promised_is_told() -> None:
+    async with live_app() as app:
+        serving = app.serving
+        assert (
+            serving.snapshot().memory_promised_bytes == 1000
+        )  # its weights: nobody counts the rest
+        live = Live(spec_hash="h", server=serving.server, memory_limit_bytes=5000)
+        serving.apply(live)
+        assert (app.engine.memory_limit_bytes, app.engine.kv_limit_bytes) == (5000, 4000)
+        assert serving.snapshot().memory_promised_bytes == 5000
+        # a lower share is in force only when the engine goes by it
+        serving.apply(live.model_copy(update={"memory_limit_bytes": 3000}))
+        app.engine.kv_limit_bytes = 4000
+        assert serving.snapshot().memory_promised_bytes == 5000
+        app.engine.kv_limit_bytes = 2000
+        assert serving.snapshot().memory_promised_bytes == 3000
