@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 BLAS   := $(firstword $(wildcard /usr/lib/*/openblas-pthread/libopenblas.so.0))
 RUN    := $(if $(BLAS),LD_PRELOAD=$(BLAS) )$(BIN)/python
 
-.PHONY: all demo test check unit bench-quality bench-supervisor soak clean
+.PHONY: all demo test check unit bench-quality bench-decode bench-prefill bench-kernels bench-supervisor soak clean
 
 all: test
 
@@ -33,6 +33,15 @@ bench-supervisor: $(VENV)/.dev  ## reload latency, status latency, memory and id
 
 soak: $(VENV)/.dev  ## MINUTES of edits, kills and half-written files against real processes
 	@PYTHONPATH=. $(BIN)/python tests/soak/soak.py --minutes $(MINUTES) $(ARGS)
+
+bench-decode: $(VENV)/.runtime  ## decode speed and bytes of every cache; ARGS="--clock cpu" on a machine that others use
+	$(RUN) tests/bench/decode.py $(ARGS)
+
+bench-prefill: $(VENV)/.runtime  ## prompt speed and peak memory
+	$(RUN) tests/bench/prefill.py $(ARGS)
+
+bench-kernels: $(VENV)/.dev  ## GPU time of our attention kernels against MLX's own on an fp16 cache; needs an NVIDIA GPU; ARGS="--quick --json FILE"
+	$(RUN) tests/bench/kernels.py $(ARGS)
 
 clean:
 	rm -rf $(VENV)

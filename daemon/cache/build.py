@@ -284,18 +284,24 @@ def convert(caches: Sequence[Any], row_of: Callable[[int], Row | None]) -> Cache
     ]
 
 
-def convert_slots(caches: Sequence[Any], slots: Sequence[Slot]) -> Caches:
-    """Return copies of *caches*, packed where they are ours in *slots* (plan_slots); the given ones are left as they are."""
+def convert_slots(
+    caches: Sequence[Any], slots: Sequence[Slot], attention: Attend = REFERENCE
+) -> Caches:
+    """Return copies of *caches*, packed where they are ours in *slots* (plan_slots); the given ones are left as they are.
+
+    *attention* attends to what is packed.
+    """
     return [
-        _converted(slot, cache, index)
+        _converted(slot, cache, index, attention)
         for index, (slot, cache) in enumerate(zip(slots, caches, strict=True))
     ]
 
 
-def _converted(slot: Slot, cache: Any, index: int) -> Any:
+def _converted(slot: Slot, cache: Any, index: int, attention: Attend) -> Any:
+    row = slot.row(attention=attention)
     return slot.placed(
         cache,
-        lambda part: _cache(slot.plan.kind, _rows(part, slot.row(), index)),
+        lambda part: _cache(slot.plan.kind, _rows(part, row, index)),
         keep=copy.deepcopy,  # mlx-lm's own caches are written in place
     )
 

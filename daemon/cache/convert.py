@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from daemon.cache import build, seam
 from daemon.cache.sequence import BatchCache, SequenceCache
 from daemon.errors import PolicyError
+from daemon.kernels.attention import on_this_device
 from daemon.policy.architecture import Architecture, LayerKind, read_architecture
 from daemon.policy.evidence import allowance
 from daemon.policy.resolve import LayerPlan, ResolvedPolicy, request, resolve, summarize
@@ -73,7 +74,7 @@ def quantize_prompt_cache(
     plans = [slot.plan for slot in slots]
     if asked.strict:
         _refuse_fallbacks(own, plans)
-    caches = build.convert_slots(cache, slots)
+    caches = build.convert_slots(cache, slots, on_this_device())
     return PromptCache(caches, _as_built(resolved, plans))
 
 

@@ -13,12 +13,13 @@ left keeps its order and its slots: to attention the row is a shorter sequence.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import mlx.core as mx
 
 from daemon.cache import window
 from daemon.cache.side import FullPrecision, RowState, dtype_name
-from daemon.kernels import encode
+from daemon.kernels import encode, order, packing
 from daemon.kernels.attention import REFERENCE
 from daemon.kernels.case import Attend
 from daemon.kernels.keys import KeyTransform
@@ -110,7 +111,7 @@ class Row:
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Add the tokens of *keys* (H, n, dim_k) and *values* (H, n, dim_v); older ones are packed first."""
         if self._layout is None:
-            self._layout = TileLayout(
+            self._layout = packing.native_layout(
                 self.scheme.k, self.scheme.v, keys.shape[-1], values.shape[-1]
             )
         if not self._reads_prompt(keys.shape[1]):
@@ -180,8 +181,9 @@ class Row:
         """Return everything the row holds, for Row.restored."""
         (n_heads, dim_k), (_, dim_v) = self.shapes()
         tiles = {}
-        if self._tiles is not None and self._packed_to:
-            tiles["tiles"] = self._tiles[:, : -(-self._packed_to // TILE)]
+        if self._tiles is not None and self._packed_to and self._layout is not None:
+            used = self._tiles[:, : -(-self._packed_to // TILE)]
+            tiles["tiles"] = packing.reordered(used, self._layout, order.CANONICAL)
         return RowState(
             length=self.length,
             dropped=self.dropped,
@@ -206,9 +208,15 @@ class Row:
             )
         row = self.fresh()
         row.length, row.dropped, row._packed_to = state.length, state.dropped, state.packed_to
-        row._tiles = state.arrays.get("tiles")
         if state.length:
-            row._layout = TileLayout(self.scheme.k, self.scheme.v, state.dim_k, state.dim_v)
+            row._layout = packing.native_layout(
+                self.scheme.k, self.scheme.v, state.dim_k, state.dim_v
+            )
+            tiles = state.arrays.get("tiles")
+            if tiles is not None:
+                canonical = replace(row._layout, order=order.CANONICAL)
+                tiles = packing.reordered(tiles, canonical, row._layout.order)
+            row._tiles = tiles
             row._k.restore("k", state, state.dim_k, state.dtype_k)
             row._v.restore("v", state, state.dim_v, state.dtype_v)
         return row
@@ -356,10 +364,12 @@ class Row:
         if self._tiles is None or end > self._tiles.shape[1]:
             # a quarter of slack: growing copies the history, so it must happen rarely
             room = end + max(8, end // 4) if at else end
-            grown = mx.zeros((tiles.shape[0], room, tiles.shape[2]), dtype=mx.uint32)
-            if self._tiles is not None:
-                grown = mx.slice_update(grown, self._tiles[:, :at], mx.array([0]), (1,))
-            self._tiles = grown
+            spare = mx.zeros((tiles.shape[0], room - at, tiles.shape[2]), dtype=mx.uint32)
+            self._tiles = (
+                spare
+                if self._tiles is None
+                else mx.concatenate([self._tiles[:, :at], spare], axis=1)
+            )
         self._tiles = mx.slice_update(self._tiles, tiles, mx.array([at]), (1,))
 
 

@@ -11,7 +11,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from daemon.supervisor.memory import words
 from daemon.units import format_size
 
 if TYPE_CHECKING:  # reading a configuration is slow to import, and `tqd status` needs none of it
@@ -113,6 +112,8 @@ def _plan(server: ServerReport, claim: Claim) -> str:
         gets = "not planned for"
     else:
         gets = "does not fit beside the servers before it"
+    from daemon.supervisor.memory import words  # reads what `tqd status` needs nothing of
+
     return f"memory: needs {format_size(claim.needs_bytes)} ({words(claim)}); {gets}"
 
 

@@ -1,6 +1,6 @@
 """The one entry to attention over stored keys and values, and the choice of what runs it.
 
-The device decides which fused kernels there are: Metal's, CUDA's, or none. They run a case only after
+The device decides which fused kernels there are: Metal's, CUDA's, or blocks of plain operations on a CPU. They run a case only after
 they have agreed with the reference on it, on this device, in this process; whatever they refuse or get
 wrong goes to the reference, and the choice remembers why.
 """
@@ -10,15 +10,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, Protocol, cast
 
 import mlx.core as mx
 
-from daemon.kernels import proof, reference
+from daemon.kernels import cpu, prompt, proof, reference
 from daemon.kernels.case import Attend, Case
 from daemon.kernels.stored import Stored
 
-Backend = Literal["reference", "metal", "cuda", "mlx"]
+Backend = Literal["reference", "cpu", "metal", "cuda", "mlx"]
 
 
 class Kernels(Attend, Protocol):
@@ -40,6 +41,11 @@ class Choice:
     reason: str | None = None
     failed: bool = False
 
+    @property
+    def fused(self) -> bool:
+        """Whether the device's kernels run it."""
+        return self.backend != "reference"
+
 
 _REFERENCE = Choice("reference")
 
@@ -47,12 +53,19 @@ _REFERENCE = Choice("reference")
 class Attention:
     """Attention on one device; remembers a choice for every case that it has met.
 
-    *kernels* None: there are none, and everything runs on the reference.
+    *kernels* None: there are none, and everything runs on the reference. *prompts* attends from more
+    queries than kernels serve.
     """
 
-    def __init__(self, backend: Backend = "reference", kernels: Kernels | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend = "reference",
+        kernels: Kernels | None = None,
+        prompts: Attend = reference,
+    ) -> None:
         self._backend = backend
         self._kernels = kernels
+        self._prompts = prompts
         self._choices: dict[Case, Choice] = {}
 
     def attend(
@@ -68,14 +81,18 @@ class Attention:
         Kernels are asked only where something is packed, by at most reference.FUSED_QUERIES queries.
         """
         kernels = self._kernels
-        if (
-            kernels is not None
-            and stored.packed_to > stored.packed_from
-            and queries.shape[1] <= reference.FUSED_QUERIES
-            and self.choice(Case.of(queries, stored, mask, sinks)).backend != "reference"
+        if not stored.layout.packed or kernels is None:
+            attend = reference.attend  # which leaves what is never packed to MLX
+        elif queries.shape[1] > reference.FUSED_QUERIES:
+            attend = self._prompts.attend
+        elif (
+            stored.packed_to > stored.packed_from
+            and self.choice(Case.of(queries, stored, mask, sinks)).fused
         ):
-            return kernels.attend(queries, stored, scale, mask, sinks)
-        return reference.attend(queries, stored, scale, mask, sinks)
+            attend = kernels.attend
+        else:
+            attend = reference.attend
+        return attend(queries, stored, scale, mask, sinks)
 
     def choice(self, case: Case) -> Choice:
         """Return what runs *case*; the first time, the kernels must prove themselves on it, which takes a moment."""
@@ -100,9 +117,11 @@ REFERENCE = Attention()
 
 def backend_of(*, gpu: bool, metal: bool, cuda: bool) -> Backend:
     """Return whose kernels fit a device: *gpu* is MLX's default, and MLX was built for *metal* or *cuda*."""
-    if gpu and metal:
+    if not gpu:
+        return "cpu"
+    if metal:
         return "metal"
-    return "cuda" if gpu and cuda else "reference"
+    return "cuda" if cuda else "reference"
 
 
 def backend_of_device() -> Backend:
@@ -116,7 +135,14 @@ def backend_of_device() -> Backend:
 
 def on_this_device() -> Attention:
     """Return attention for MLX's default device, with the kernels that this build has for it."""
-    backend = backend_of_device()
+    return _of(backend_of_device())
+
+
+@cache
+def _of(backend: Backend) -> Attention:
+    """Return the attention of *backend*; one for the process, so that nothing is proved twice."""
+    if backend == "cpu":
+        return Attention(backend, cpu, prompts=prompt)
     module = f"{__package__}.{backend}"
     if backend == "reference" or importlib.util.find_spec(module) is None:
         return REFERENCE

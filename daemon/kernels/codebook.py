@@ -8,8 +8,7 @@ makes the codebook's error least for a head_dim.
 
 A codebook with an even number of levels has centroids ±(m + ½)·λ, half-integers, so that a sign flip
 is the bitwise complement of a byte. The one with 11 levels, 3.5 bits (log₂ 11 = 3.46), has a level at
-zero and its centroids are whole: 0 and ±m·λ. Both decode without a gather, by an odd polynomial of
-the distance from the middle and a rounding.
+zero and its centroids are whole: 0 and ±m·λ.
 """
 
 from __future__ import annotations
@@ -28,17 +27,6 @@ MAGNITUDES: dict[float, tuple[int, ...]] = {
     3.5: (20, 40, 62, 89, 127),
     4: (5, 18, 30, 43, 58, 75, 96, 127),
     5: (2, 7, 12, 18, 23, 29, 34, 41, 47, 54, 61, 69, 79, 90, 105, 127),
-}
-
-# Odd polynomials p with round(p(u) − fraction) = m, where u is the distance of m's code from the middle of all:
-# coefficients of u, u³, u⁵, … Their largest errors are 0, 0.032, 0.112, 0.456 and 0.422 by width (the last two are
-# minimax fits), all below the ½ that rounding absorbs.
-DECODE_POLYNOMIALS: dict[float, tuple[float, ...]] = {
-    2: (76.0, 4.0),
-    3: (28.857813, 0.3125, 0.025),
-    3.5: (19.866667, 0.013888889, 0.0083333333),
-    4: (11.89665, 0.06080564, -0.0008578736, 2.504903e-05),
-    5: (5.108646, 0.004478948, 6.13659e-05, -5.374081e-07, 1.794523e-09),
 }
 
 _STEP_UNIT = 2.0**-20  # λ is rounded to this, so that every platform has the same one

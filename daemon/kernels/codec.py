@@ -14,8 +14,9 @@ and a bias for each group of values, x ≈ S_g·c + B_g.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import cast
+from itertools import pairwise
 
 import mlx.core as mx
 
@@ -29,7 +30,6 @@ _TINY = 1e-30
 # The codes with the smallest angle are the nearest ones to a·u for some a: a code changes only where a·u crosses a
 # threshold. These few find nearly all there is to gain (ADR 11).
 STRETCHES = (1.0, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.2)
-_GRID_MIDDLE = 128  # what makes a signed grid number an unsigned one
 
 
 def rotate(x: mx.array, codec: Codec, side: Side) -> mx.array:
@@ -73,15 +73,35 @@ def decode(codes: mx.array, scales: mx.array, codec: Codec) -> tuple[mx.array, m
         codec: the codec they were encoded with.
 
     Returns:
-        values (..., T, D) and factors (..., T), both float32. Turbo values are centroids, in units of
-        a coordinate's standard deviation; int8 values are codes.
+        values (..., T, D) and factors (..., T), both float32. Turbo values are centroids in grid steps
+        (kernels.codebook); int8 values are codes.
     """
     scales = scales.astype(mx.float32)
     if codec.affine:
         return _decode_affine(codes, scales, codec), mx.ones(codes.shape[:-1])
+    values = grid(codes, codec).astype(mx.float32)
+    unit = grid_unit(codec, codes.shape[-1])
+    return values + unit.fraction if unit.fraction else values, scales * unit.step
+
+
+@dataclass(frozen=True, slots=True)
+class GridUnit:
+    """What grid numbers mean: a stored value is (number + *fraction*)·*step*·scale."""
+
+    fraction: float
+    step: float
+
+
+def grid_unit(codec: Codec, dim: int) -> GridUnit:
+    """Return what the grid numbers of *codec*, which is not affine, mean in vectors of *dim* values."""
     if codec == INT8:
-        return codes.view(mx.int8).astype(mx.float32), scales
-    return _centroids(codec.bits, codes.shape[-1])(codes), scales
+        return GridUnit(fraction=0.0, step=1.0)
+    return GridUnit(codebook.fraction(codec.bits), codebook.step(codec.bits, dim))
+
+
+def grid(codes: mx.array, codec: Codec) -> mx.array:
+    """Return the numbers on the int8 grid that *codes* of *codec*, which is not affine, stand for: int8, like *codes*."""
+    return (codes if codec == INT8 else _grid_of(codec.bits)(codes)).view(mx.int8)
 
 
 def reconstruct(codes: mx.array, scales: mx.array, codec: Codec, side: Side) -> mx.array:
@@ -125,12 +145,16 @@ def _encode_turbo(z: mx.array, bits: float) -> tuple[mx.array, mx.array]:
 
 def _closest(u: mx.array, bits: float) -> tuple[mx.array, mx.array]:
     """Return the codes c with the smallest angle between u and c, and ⟨u, c⟩."""
+    if packing.on_cuda():
+        from daemon.kernels.cuda import rounding  # its package imports this module
+
+        return rounding.closest(u, bits, STRETCHES)
     dim = u.shape[-1]
-    quantize, centroids = _quantizer(bits, dim), _centroids(bits, dim)
+    quantize, on_grid = _quantizer(bits, dim), _grid_of(bits)
     codes = overlap = cosine = None
     for stretch in STRETCHES:
         these = quantize(u * stretch)
-        c = centroids(these)
+        c = on_grid(these).view(mx.int8).astype(mx.float32) + codebook.fraction(bits)
         along = mx.sum(u * c, axis=-1)
         square = along * along / mx.maximum(mx.sum(c * c, axis=-1), _TINY)
         if codes is None or overlap is None or cosine is None:
@@ -142,7 +166,7 @@ def _closest(u: mx.array, bits: float) -> tuple[mx.array, mx.array]:
         cosine = mx.where(better, square, cosine)
     assert codes is not None
     assert overlap is not None
-    return codes, overlap
+    return codes, overlap * codebook.step(bits, dim)
 
 
 def _fp16(scales: mx.array) -> mx.array:
@@ -157,47 +181,42 @@ def _quantizer(bits: float, dim: int) -> Chain:
     def quantize(u: mx.array) -> mx.array:
         magnitude = mx.abs(u)
         exceeded = [(magnitude > threshold).astype(mx.uint8) for threshold in thresholds]
-        while len(exceeded) > 1:  # pairwise, for a chain that is wide instead of deep
-            pairs = zip(exceeded[::2], exceeded[1::2], strict=False)
-            odd = exceeded[-1:] if len(exceeded) % 2 else []
-            exceeded = [first + second for first, second in pairs] + odd
-        code = exceeded[0] + levels // 2
+        code = _sum(exceeded) + levels // 2
         return mx.where(u < 0, levels - 1 - code, code)
 
     return fused(quantize)
 
 
 @cache
-def _centroids(bits: float, dim: int) -> Chain:
-    """Return the function from codes to centroids, float32.
-
-    A gather would cost ten times as much on a CPU. The number between the two chains is a byte.
-    """
-    to_grid, scaled = fused(partial(_grid, bits=bits)), fused(partial(_scaled, bits=bits, dim=dim))
-    return lambda codes: scaled(to_grid(codes))
+def _grid_of(bits: float) -> Chain:
+    """Return the function from codes to ⌊centroid / λ⌋ as the byte of a signed number, uint8."""
+    return fused(partial(_grid, bits=bits))
 
 
 def _grid(codes: mx.array, *, bits: float) -> mx.array:
-    """Return ⌊centroid / λ⌋ + 128 of each code, uint8.
+    """Add up the steps between centroids below a code: bytes all along, sixteen to a CPU's vector, and no gather.
 
-    Rounding is a truncation of what is never negative, which a CPU does without a library call.
+    Negative centroids mirror positive ones: whole numbers change their sign, half-integers all their bits.
     """
-    u = codes.astype(mx.float32) - (codebook.levels(bits) - 1) / 2
-    polynomial = _polynomial(codebook.DECODE_POLYNOMIALS[bits], u * u)
-    return (polynomial * u + (_GRID_MIDDLE + 0.5 - codebook.fraction(bits))).astype(mx.uint8)
+    half, whole = codebook.levels(bits) // 2, codebook.fraction(bits) == 0
+    magnitudes = (0, *codebook.MAGNITUDES[bits]) if whole else codebook.MAGNITUDES[bits]
+    positive = (codes >= half).astype(mx.uint8)
+    mirror = positive + 255  # all bits of a negative one, as bytes wrap around
+    distance = (
+        ((codes + (256 - half)) ^ mirror) - mirror if whole else codes ^ (positive + (half - 1))
+    )
+    steps = [
+        (distance >= at).astype(mx.uint8) * (above - below)
+        for at, (below, above) in enumerate(pairwise(magnitudes), 1)
+    ]
+    magnitude = _sum(steps) + magnitudes[0]
+    return (magnitude ^ mirror) - mirror if whole else magnitude ^ mirror
 
 
-def _scaled(grid: mx.array, *, bits: float, dim: int) -> mx.array:
-    values = grid.astype(mx.float32) - (_GRID_MIDDLE - codebook.fraction(bits))
-    return values * codebook.step(bits, dim)
-
-
-def _polynomial(coefficients: Sequence[float], x: mx.array) -> mx.array:
-    """Return Σ coefficients[i]·xⁱ by Estrin's scheme, whose depth is the logarithm of the degree."""
-    terms: Sequence[mx.array | float] = coefficients
+def _sum(terms: Sequence[mx.array]) -> mx.array:
+    """Add pairwise, for a chain that is wide instead of deep."""
     while len(terms) > 1:
         pairs = zip(terms[::2], terms[1::2], strict=False)
         odd = terms[-1:] if len(terms) % 2 else []
-        terms = [*(low + high * x for low, high in pairs), *odd]
-        x = x * x
-    return cast("mx.array", terms[0])
+        terms = [*(first + second for first, second in pairs), *odd]
+    return terms[0]

@@ -1,4 +1,4 @@
-"""The one entry to encoding: vectors in, canonical tiles out, by the device's kernel where it has proved itself."""
+"""The one entry to encoding: vectors in, tiles out, by the device's kernel where it has proved itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol, cast
 
 import mlx.core as mx
 
-from daemon.kernels import codec, metal, packing
+from daemon.kernels import codec, cuda, metal, packing
 from daemon.kernels.attention import Backend, Choice, backend_of_device
 from daemon.kernels.packing import TILE, Packed, TileLayout
 from daemon.kernels.rotation import Side
@@ -56,8 +56,7 @@ def tiles(
     Returns:
         uint32 (H, ⌈(first + n) / 32⌉, words); slots after the last vector are zero.
     """
-    encode = metal.tiles if choice(layout).backend == "metal" else encoded
-    return encode(k, v, layout, first=first, old=old)
+    return _encoder(choice(layout).backend)(k, v, layout, first=first, old=old)
 
 
 def choice(layout: TileLayout) -> Choice:
@@ -101,17 +100,51 @@ def _side(
     )
 
 
+def _on_cuda(
+    k: mx.array | None,
+    v: mx.array | None,
+    layout: TileLayout,
+    *,
+    first: int,
+    old: mx.array | None,
+) -> mx.array:
+    """Encode by CUDA's kernel, and in plain mx into a tile that is filled already in part."""
+    if k is None or v is None or old is not None:
+        return encoded(k, v, layout, first=first, old=old)
+    return cuda.tiles(k, v, layout, first=first)
+
+
+def _encoder(backend: Backend) -> Encode:
+    match backend:
+        case "metal":
+            return metal.tiles
+        case "cuda":
+            return _on_cuda
+        case "cpu" | "reference" | "mlx":
+            return encoded
+
+
+def _refusal(layout: TileLayout, backend: Backend) -> str | None:
+    match backend:
+        case "metal":
+            return metal.encoding_refusal(layout)
+        case "cuda":
+            return cuda.encoding_refusal(layout)
+        case "cpu" | "reference" | "mlx":
+            return None
+
+
 @cache
 def _choice(layout: TileLayout, backend: Backend) -> Choice:
-    if backend != "metal":
-        return Choice("reference")
-    refusal = metal.encoding_refusal(layout)
+    refusal = _refusal(layout, backend)
     if refusal is not None:
         return Choice("reference", refusal)
-    problem = _problem(metal.tiles, layout)
+    if backend not in ("metal", "cuda"):
+        return Choice("reference")
+    problem = _problem(_encoder(backend), layout)
     if problem is not None:
-        return Choice("reference", f"the metal kernels {problem}", failed=True)
-    return Choice("metal")
+        return Choice("reference", f"the {backend} kernels {problem}", failed=True)
+    return Choice(backend)
 
 
 def _problem(encode: Encode, layout: TileLayout) -> str | None:

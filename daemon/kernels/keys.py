@@ -70,9 +70,13 @@ class Rotary:
 
     def table(self, start: int, end: int) -> mx.array:
         """Return cosines, sines and a column of ones for unrotated channels: (end - start, width), float32."""
+        return self.whole_table(end)[start:end]
+
+    def whole_table(self, end: int) -> mx.array:
+        """Return the table from position 0 to *end* or further."""
         if self._table is None or end > self._table.shape[0]:
             self._table = self._rows(-(-end // _TABLE_STEP) * _TABLE_STEP)
-        return self._table[start:end]
+        return self._table
 
     def turns(self, count: int) -> mx.array:
         """Return what 0 to *count* positions add to the angles: (count, dim), cosines of all pairs, then sines.
@@ -135,6 +139,7 @@ class KeyTransform:
         self.scale = scale
         self.mean = mean
         self.rotary = rotary
+        self._coefficients: mx.array | None = None
 
     def centered(self, keys: mx.array, start: int) -> mx.array:
         """Return (k - RoPE_p(μ)) / s of *keys* (H, n, dim) at the positions from *start* on, float32."""
@@ -158,7 +163,15 @@ class KeyTransform:
             return None
         if self.rotary is None:
             return mx.sum(queries * self.mean[:, None], axis=-1, keepdims=True)
-        return self.rotary.coefficients(queries, self.mean) @ self.rotary.table(start, end).T
+        if (
+            self._coefficients is None
+        ):  # they are linear in the queries: one product instead of a dozen operations
+            heads, dim = self.mean.shape
+            each = mx.broadcast_to(mx.eye(dim), (heads, dim, dim))
+            self._coefficients = self.rotary.coefficients(each, self.mean)
+            mx.eval(self._coefficients)
+        coefficients = queries @ self._coefficients
+        return coefficients @ self.rotary.table(start, end).T
 
     def _shift(self, start: int, count: int) -> mx.array | None:
         if self.mean is None:

@@ -7,17 +7,22 @@ code, low bits first, in w words, code i in word i // (32/w) at bit w·(i mod 32
 carries the low bits of a code. Codes of 3.5 bits are below 11: two neighbours a, b make one 7-bit code
 a + 11·b, and those are packed in their place. Scales are fp16, token by token, two to a word, the
 first one low; a token has one, or all scales and then all biases of its affine groups.
+
+Tiles of a layout with another `order` have the same parts, with codes and scales permuted inside them
+(daemon.kernels.order).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import mlx.core as mx
 
+from daemon.kernels import order as orders
 from daemon.kernels.fused import Chain, fused
+from daemon.kernels.rotation import Side
 from daemon.policy.schemes import FP16, Codec
 
 TILE = 32  # tokens
@@ -29,21 +34,24 @@ _PAIR_BITS = 7  # 11·11 ≤ 2⁷
 
 @dataclass(frozen=True, slots=True)
 class TileLayout:
-    """Where the parts of a tile are: all sizes in 32-bit words.
+    """Where the parts of a tile are: all sizes in 32-bit words. *order* is the permutation id of its codes.
 
     Raises:
-        ValueError: a codec cannot store vectors of that length.
+        ValueError: a codec cannot store vectors of that length, or not in that order.
     """
 
     k: Codec
     v: Codec
     dim_k: int
     dim_v: int
+    order: int = orders.CANONICAL
 
     def __post_init__(self) -> None:
         for codec, dim in ((self.k, self.dim_k), (self.v, self.dim_v)):
             if not codec.fits(dim):
                 raise ValueError(f"{codec.name} cannot store vectors of {dim} values")
+            if self.order == orders.FRAGMENTS and not orders.has_fragments(codec, dim):
+                raise ValueError(f"{codec.name} of {dim} values cannot lie in fragments")
 
     @property
     def k_words(self) -> int:
@@ -80,6 +88,27 @@ def _code_words(codec: Codec, dim: int) -> int:
     return 0 if codec == FP16 else int(codec.bits * dim)
 
 
+@cache
+def native_layout(k: Codec, v: Codec, dim_k: int, dim_v: int) -> TileLayout:
+    """Return the layout in which MLX's default device reads tiles best: the same object for the same arguments.
+
+    Raises:
+        ValueError: a codec cannot store vectors of that length.
+    """
+    order = orders.native(k, v, dim_k, dim_v) if on_hopper() else orders.CANONICAL
+    return TileLayout(k, v, dim_k, dim_v, order)
+
+
+def on_cuda() -> bool:
+    """Return whether MLX's default device is an NVIDIA GPU."""
+    return bool(mx.cuda.is_available()) and mx.default_device() != mx.Device(mx.cpu)
+
+
+def on_hopper() -> bool:
+    """Return whether it is one of the generation that our tensor-core kernel is written for."""
+    return on_cuda() and mx.device_info().get("compute_capability_major") == 9
+
+
 @dataclass(frozen=True, slots=True)
 class Packed:
     """Codes and scales of both sides, unpacked from their bits but not decoded; None for a side that is not packed.
@@ -98,38 +127,70 @@ def pack(packed: Packed, layout: TileLayout) -> mx.array:
         uint32, shape (H, T / 32, layout.words).
     """
     codes, scales = [], []
-    for side, codec in ((packed.k, layout.k), (packed.v, layout.v)):
+    sides: tuple[tuple[Side, tuple[mx.array, mx.array] | None, Codec], ...] = (
+        ("k", packed.k, layout.k),
+        ("v", packed.v, layout.v),
+    )
+    for name, side, codec in sides:
         if side is not None:
-            n_heads, length, _ = side[0].shape
-            codes.append(pack_codes(side[0].reshape(n_heads, length // TILE, -1), codec.bits))
-            scales.append(side[1].reshape(n_heads, length // TILE, -1).view(mx.uint32))
+            n_heads, length, dim = side[0].shape
+            tiled = side[0].reshape(n_heads, length // TILE, TILE * dim)
+            numbers = side[1].reshape(n_heads, length // TILE, -1)
+            if layout.order == orders.FRAGMENTS:
+                by_token = tiled.reshape(*tiled.shape[:-1], TILE, dim)
+                codes.append(orders.pack_fragments(by_token, name, int(codec.bits)))
+                numbers = orders.permute_scales(numbers)
+            else:
+                codes.append(pack_codes(tiled, codec.bits))
+            scales.append(mx.contiguous(numbers).view(mx.uint32))
     return mx.concatenate(codes + scales, axis=-1)
+
+
+def reordered(tiles: mx.array, layout: TileLayout, order: int) -> mx.array:
+    """Return *tiles* of *layout* with their codes in *order*, as snapshots (canonical) and devices want them."""
+    if layout.order == order:
+        return tiles
+    return pack(unpack(tiles, layout), replace(layout, order=order))
 
 
 def unpack(tiles: mx.array, layout: TileLayout) -> Packed:
     """Return the codes and scales that *tiles* hold; the inverse of pack."""
-    at_v = layout.k_words
-    at_scales = at_v + layout.v_words
-    at_v_scales = at_scales + layout.k_scale_words
-    n_heads, n_tiles, _ = tiles.shape
 
-    def side(
-        codec: Codec, dim: int, codes_at: slice, scales_at: slice
-    ) -> tuple[mx.array, mx.array] | None:
+    def both(side: Side, codec: Codec) -> tuple[mx.array, mx.array] | None:
         if codec == FP16:
             return None
-        codes = unpack_codes(tiles[..., codes_at], codec.bits)
-        scales = mx.contiguous(tiles[..., scales_at]).view(mx.float16)
-        each = (codec.scales(dim),) if codec.affine else ()
-        return (
-            codes.reshape(n_heads, n_tiles * TILE, dim),
-            scales.reshape(n_heads, n_tiles * TILE, *each),
-        )
+        return codes_of(tiles, layout, side), scales_of(tiles, layout, side)
 
-    return Packed(
-        k=side(layout.k, layout.dim_k, slice(0, at_v), slice(at_scales, at_v_scales)),
-        v=side(layout.v, layout.dim_v, slice(at_v, at_scales), slice(at_v_scales, layout.words)),
+    return Packed(k=both("k", layout.k), v=both("v", layout.v))
+
+
+def codes_of(tiles: mx.array, layout: TileLayout, side: Side) -> mx.array:
+    """Return the codes of one packed *side*, uint8 (H, T, D)."""
+    codec, dim, words, at = (
+        (layout.k, layout.dim_k, layout.k_words, 0)
+        if side == "k"
+        else (layout.v, layout.dim_v, layout.v_words, layout.k_words)
     )
+    part = tiles[..., at : at + words]
+    if layout.order == orders.FRAGMENTS:
+        codes = orders.unpack_fragments(part, side, int(codec.bits))
+    else:
+        codes = unpack_codes(part, codec.bits)
+    return codes.reshape(tiles.shape[0], -1, dim)
+
+
+def scales_of(tiles: mx.array, layout: TileLayout, side: Side) -> mx.array:
+    """Return the scales of one packed *side*, float16 (H, T), or (H, T, 2·groups) of an affine codec."""
+    codec, dim, words, at = (
+        (layout.k, layout.dim_k, layout.k_scale_words, layout.k_words + layout.v_words)
+        if side == "k"
+        else (layout.v, layout.dim_v, layout.v_scale_words, layout.words - layout.v_scale_words)
+    )
+    scales = mx.contiguous(tiles[..., at : at + words]).view(mx.float16)
+    if layout.order == orders.FRAGMENTS:
+        scales = orders.restore_scales(scales)
+    each = (codec.scales(dim),) if codec.affine else ()
+    return scales.reshape(tiles.shape[0], tiles.shape[1] * TILE, *each)
 
 
 def pack_codes(codes: mx.array, bits: float) -> mx.array:

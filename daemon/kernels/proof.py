@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import mlx.core as mx
@@ -10,7 +11,7 @@ import mlx.core as mx
 from daemon.kernels import codec, packing, reference
 from daemon.kernels.case import Attend, Case
 from daemon.kernels.keys import KeyTransform, Rotary
-from daemon.kernels.packing import TILE, Packed, TileLayout
+from daemon.kernels.packing import TILE, Packed
 from daemon.kernels.rotation import Side
 from daemon.kernels.stored import RawSide, Stored
 from daemon.policy.schemes import FP16, Codec
@@ -47,7 +48,11 @@ class Sample:
 
 def problem(kernels: Attend, case: Case) -> str | None:
     """Return what is wrong with *kernels* on *case*, as the end of a sentence that begins with them; None: nothing."""
-    given = sample(case)
+    return _problem(kernels, case, 0) or _problem(kernels, case, 1)
+
+
+def _problem(kernels: Attend, case: Case, seed: int) -> str | None:
+    given = sample(case, seed)
     expected = given.run(reference)
     try:
         got = given.run(kernels)
@@ -68,9 +73,10 @@ def problem(kernels: Attend, case: Case) -> str | None:
 def sample(case: Case, seed: int = 0) -> Sample:
     """Return arguments that make *case*: sinks, tiles of which the last is partly filled, a tail, dropped tokens.
 
-    Slots of tiles that hold no token are full of other vectors, as they are after a trim.
+    Slots of tiles that hold no token are full of other vectors, as they are after a trim. Odd seeds rotate
+    neighbouring channels as GPT-J does, and only half of them; even ones all, as a llama does.
     """
-    layout = TileLayout(case.k, case.v, case.dim_k, case.dim_v)
+    layout = packing.native_layout(case.k, case.v, case.dim_k, case.dim_v)
     random = mx.random.key(seed)
     k_key, v_key, q_key, mask_key, sink_key, mean_key = mx.random.split(random, 6)
     length = _PACKED_TO + _TAIL
@@ -85,7 +91,7 @@ def sample(case: Case, seed: int = 0) -> Sample:
         v=v[0],
         n_kv_heads=case.n_kv_heads,
         dropped=_DROPPED,
-        keys=_transform(case, mean_key),
+        keys=_transform(case, mean_key, traditional=seed % 2 == 1),
     )
     shape = (case.n_heads, case.queries, case.dim_k)
     return Sample(
@@ -113,22 +119,19 @@ def _side(
     )
 
 
-def _transform(case: Case, key: mx.array) -> KeyTransform | None:
+def _transform(case: Case, key: mx.array, *, traditional: bool) -> KeyTransform | None:
     if not case.scaled_keys:
         return None
     shape = (case.n_kv_heads, case.dim_k)
     scale_key, mean_key = mx.random.split(key)
     scale = mx.exp(0.3 * mx.random.normal(shape, key=scale_key))
     mean = None if case.key_mean == "none" else mx.random.normal(shape, key=mean_key)
-    rotary = Rotary(_rope, case.dim_k) if case.key_mean == "rotary" else None
+    rotary = None
+    if case.key_mean == "rotary":
+        turning = case.dim_k // 4 * 2 if traditional else case.dim_k // 2 * 2
+        rope = partial(mx.fast.rope, dims=turning, traditional=traditional, base=1e4, scale=1.0)
+        rotary = Rotary(rope, case.dim_k)
     return KeyTransform(scale, mean, rotary)
-
-
-def _rope(x: mx.array, offset: int) -> mx.array:
-    """Rotate as a llama does."""
-    return mx.fast.rope(
-        x, x.shape[-1] // 2 * 2, traditional=False, base=10_000.0, scale=1.0, offset=offset
-    )
 
 
 def _mask(case: Case, length: int, key: mx.array) -> mx.array | None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator
+
 import mlx.core as mx
 
 from daemon.kernels import codec, packing
 from daemon.kernels.keys import KeyTransform
+from daemon.kernels.packing import TILE
 from daemon.kernels.rotation import Side
 from daemon.kernels.stored import RawSide, Stored
-from daemon.policy.schemes import Codec
+from daemon.policy.schemes import FP16, Codec
 
 FUSED_QUERIES = 8  # up to this many query tokens, scores are formed piece by piece and nothing is dequantized whole
+_FP16_MAX = 65504.0
+_BLOCK_TILES = 32  # that are in float32 at once, where keys and values are dequantized
 
 Mask = mx.array | None
 
@@ -37,6 +43,11 @@ def attend(
     if queries.shape[1] <= FUSED_QUERIES:
         return _attend_pieces(queries, stored, scale, mask, sinks)
     return _attend_dequantized(queries, stored, scale, mask, sinks)
+
+
+def narrowed(out: mx.array, kind: mx.Dtype) -> mx.array:
+    """Return float32 *out* as *kind*; a mean of values that half precision can hold is not made infinite by its error."""
+    return (mx.clip(out, -_FP16_MAX, _FP16_MAX) if kind == mx.float16 else out).astype(kind)
 
 
 def _attend_raw(
@@ -78,7 +89,7 @@ def _attend_pieces(
     scores = _masked(scores, mask)
     weights = _softmax(scores, sinks).reshape(n_kv, -1, stored.length)
     out = _weighted_sum(weights, stored.v, packed.v, stored.layout.v, stored)
-    return out.reshape(n_heads, length, -1).astype(queries.dtype)
+    return narrowed(out.reshape(n_heads, length, -1), queries.dtype)
 
 
 def _scores(
@@ -153,45 +164,70 @@ def _attend_dequantized(
     queries: mx.array, stored: Stored, scale: float, mask: Mask, sinks: mx.array | None
 ) -> mx.array:
     """Dequantize into the rotated basis and let MLX attend: no scores are kept, one layer's K and V are, for a moment."""
-    packed = packing.unpack(stored.tiles_in_use(), stored.layout)
-    kind = queries.dtype
-    keys, values = stored.layout.k, stored.layout.v
-    if stored.keys is not None and packed.k is not None:
-        whole = _restored_keys(stored, packed.k, stored.keys)
+    kind, layout = queries.dtype, stored.layout
+    # a rotation can gather a whole vector in one coordinate, which half precision may not be able to hold
+    k_unit, v_unit = (
+        _unit(dim) if kind == mx.float16 else 1.0 for dim in (layout.dim_k, layout.dim_v)
+    )
+    turned = queries.astype(mx.float32)
+    if stored.keys is None or layout.k == FP16:
+        turned = codec.rotate(turned, layout.k, "k")
+        keys = _dequantized(stored.k, layout.k, "k", stored)
     else:
-        whole = _dequantized(stored.k, packed.k, keys, "k", stored)
-        queries = codec.rotate(queries, keys, "k").astype(kind)
+        keys = _restored_keys(stored, stored.keys)
+    values = _dequantized(stored.v, layout.v, "v", stored)
     out = _sdpa(
-        queries,
-        whole.astype(kind),
-        _dequantized(stored.v, packed.v, values, "v", stored).astype(kind),
-        scale,
+        (turned / k_unit).astype(kind),
+        _joined(keys, k_unit, kind),
+        _joined(values, v_unit, kind),
+        scale * k_unit * k_unit,
         mask,
         sinks,
     )
-    return codec.unrotate(out, values, "v").astype(kind)
+    return narrowed(codec.unrotate(out.astype(mx.float32), layout.v, "v") * v_unit, kind)
 
 
-def _restored_keys(
-    stored: Stored, packed: tuple[mx.array, mx.array], keys: KeyTransform
-) -> mx.array:
-    """Return all keys in the model's own basis: their mean depends on the position and cannot stay in the queries."""
-    codes, scales = _in_range(packed, stored)
-    centered = codec.reconstruct(codes, scales, stored.layout.k, "k")
-    parts = [stored.k.head, keys.restored(centered, stored.packed_positions[0]), stored.k.tail]
-    return mx.concatenate([part for part in parts if part is not None], axis=1)
+def _unit(dim: int) -> float:
+    """Return the least power of two that no coordinate exceeds when a vector of *dim* values up to 1 is rotated."""
+    return 2.0 ** math.ceil(math.log2(dim) / 2)
 
 
-def _dequantized(
-    raw: RawSide, packed: tuple[mx.array, mx.array] | None, kind: Codec, side: Side, stored: Stored
-) -> mx.array:
-    if packed is None:
-        return raw.joined()
-    vectors, factors = codec.decode(*_in_range(packed, stored), kind)
-    middle = vectors * factors[..., None]
-    outer = [
-        None if part is None else codec.rotate(part, kind, side) for part in (raw.head, raw.tail)
-    ]
-    return mx.concatenate(
-        [part for part in (outer[0], middle, outer[1]) if part is not None], axis=1
-    )
+def _joined(parts: Iterable[mx.array], unit: float, kind: mx.Dtype) -> mx.array:
+    return mx.concatenate([(part / unit).astype(kind) for part in parts], axis=1)
+
+
+def _restored_keys(stored: Stored, keys: KeyTransform) -> Iterator[mx.array]:
+    """Yield all keys in the model's own basis: their mean depends on the position and cannot stay in the queries."""
+    if stored.k.head is not None:
+        yield stored.k.head
+    for at, codes, scales in _packed_blocks(stored, "k"):
+        centered = codec.reconstruct(codes, scales, stored.layout.k, "k")
+        yield keys.restored(centered, at + stored.dropped)
+    if stored.k.tail is not None:
+        yield stored.k.tail
+
+
+def _dequantized(raw: RawSide, kind: Codec, side: Side, stored: Stored) -> Iterator[mx.array]:
+    """Yield all vectors of one side in the basis in which *kind* stores them."""
+    if raw.head is not None:
+        yield codec.rotate(raw.head, kind, side)
+    if kind != FP16:
+        for _, codes, scales in _packed_blocks(stored, side):
+            vectors, factors = codec.decode(codes, scales, kind)
+            yield vectors * factors[..., None]
+    if raw.tail is not None:
+        yield codec.rotate(raw.tail, kind, side)
+
+
+def _packed_blocks(stored: Stored, side: Side) -> Iterator[tuple[int, mx.array, mx.array]]:
+    """Yield the first token, the codes and the scales of runs of packed tokens."""
+    tiles = stored.tiles_in_use()
+    for tile in range(0, tiles.shape[1], _BLOCK_TILES):
+        block, first = tiles[:, tile : tile + _BLOCK_TILES], tile * TILE
+        at, to = max(first, stored.packed_from), min(first + _BLOCK_TILES * TILE, stored.packed_to)
+        inside = slice(at - first, to - first)
+        yield (
+            at,
+            packing.codes_of(block, stored.layout, side)[:, inside],
+            packing.scales_of(block, stored.layout, side)[:, inside],
+        )

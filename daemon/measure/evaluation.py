@@ -31,6 +31,7 @@ from daemon.config.evaluation import (
 )
 from daemon.config.locate import read_config
 from daemon.errors import PolicyError, TqdError
+from daemon.kernels.attention import on_this_device
 from daemon.measure import divergence, footprint, needle, texts
 from daemon.measure.divergence import MakeRow, Scores, Window
 from daemon.measure.texts import Passage
@@ -143,7 +144,8 @@ def enter(subject: Subject, contender: Contender, say: Say) -> Entrant:
         batching="rows",
         progress=lambda _: say("measuring the keys (once per model)", 0),
     )
-    resolved, factory, calibration = caches.resolved, caches.factory, caches.calibration
+    resolved, calibration = caches.resolved, caches.calibration
+    factory = caches.factory.attended_by(on_this_device())
     built = {slot.plan.index: slot.plan for slot in factory.slots}
     layers = tuple(built.get(plan.index, plan) for plan in resolved.layers)
     return Entrant(

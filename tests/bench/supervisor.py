@@ -29,6 +29,7 @@ import psutil
 from tests.e2e.conftest import Site, until
 
 START_S = 300.0
+LARGE_MACHINE = Path(__file__).parent / "large_machine.py"
 QUESTIONS = 500
 
 
@@ -50,6 +51,7 @@ def running(servers: int) -> Iterator[Site]:
         site = Site(Path(folder))
         site.environment["SITE"] = folder
         site.status_port = site.free_port()
+        site.program = [sys.executable, str(LARGE_MACHINE)]
         for number in range(servers):
             site.add(f"s{number:03}", env={"STUB_BEAT_S": "5"})
         site.write()

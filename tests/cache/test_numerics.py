@@ -10,6 +10,10 @@ from mlx_lm.models import llama
 
 from daemon.cache.row import Row
 from daemon.cache.sequence import SequenceCache
+from daemon.kernels import reference
+from daemon.kernels.attention import on_this_device
+from daemon.kernels.case import Attend
+from daemon.kernels.rotation import unrotate
 from daemon.policy.schemes import parse_scheme
 from tests.cache.test_architectures import alive, built, distance, logits
 
@@ -124,3 +128,26 @@ def test_the_largest_half_precision_outlier_stays_finite(scheme: str, queries: i
     got = caches_of(scheme, keys, keys).attend(asked, 1e-6, None, None)
 
     assert mx.all(mx.isfinite(got)).item()
+
+
+@pytest.mark.parametrize("scheme", ["int8", "turbo4v4", "turbo0v4"])
+@pytest.mark.parametrize("queries", [1, 20])
+@pytest.mark.parametrize("attention", [reference, on_this_device()], ids=["reference", "device"])
+def test_what_a_rotation_gathers_in_one_coordinate_stays_finite(
+    scheme: str, queries: int, attention: Attend
+) -> None:
+    """The vector whose rotation is 60000·√64 times a unit vector: each of its own values is ±60000."""
+    gathered = {side: unrotate(8 * 60000.0 * mx.eye(64)[5], side) for side in ("k", "v")}
+    keys, values = (
+        mx.broadcast_to(gathered[side].astype(mx.float16), (1, 2, 100, 64)) for side in ("k", "v")
+    )
+    cache = caches_of(scheme, keys, values)
+    cache.row.attention = attention
+    asked = mx.random.normal((1, 4, queries, 64), key=mx.random.key(2)).astype(mx.float16)
+
+    got = cache.attend(asked, 1e-6, None, None)
+
+    assert mx.all(mx.isfinite(got)).item()
+    if scheme == "int8":  # a codebook has no centroid that far out
+        expected = mx.broadcast_to(values[:, :1, :1], got.shape).astype(mx.float32)
+        assert mx.allclose(got.astype(mx.float32), expected, rtol=0.02).item()

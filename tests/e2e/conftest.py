@@ -104,6 +104,7 @@ class Site:
         self.daemon: subprocess.Popen[bytes] | None = None
         self.servers: dict[str, dict[str, Any]] = {}
         self.status_port: int | None = None
+        self.program = [sys.executable, "-m", "daemon"]
         self.environment = {
             **os.environ,  # noqa: TID251 - the environment of a child
             "PYTHONPATH": str(ROOT),
@@ -167,7 +168,7 @@ class Site:
 
     def command(self, *arguments: str) -> list[str]:
         place = ("--config", str(self.file), "--state-dir", str(self.state.root))
-        return [sys.executable, "-m", "daemon", *place, *arguments]
+        return [*self.program, *place, *arguments]
 
     def tqd(self, *arguments: str) -> Result:
         """Run a `tqd` command to its end, in this process: the daemon and its workers have their own."""

@@ -132,9 +132,10 @@ def test_codes_decode_to_the_canonical_centroids(kind: Codec, dim: int) -> None:
 
     values, factors = codec.decode(codes, mx.ones((1, count), dtype=mx.float16), kind)
 
-    centroids = codebook.centroids(kind.bits, dim).astype(np.float32)
-    assert np.array_equal(np.array(values), centroids[np.array(codes)])
-    assert mx.all(factors == 1)
+    centroids = codebook.centroids(kind.bits, dim)
+    whole = np.rint(2 * centroids / codebook.step(kind.bits, dim)) / 2
+    assert np.array_equal(np.array(values), whole[np.array(codes)])
+    assert mx.all(factors == codebook.step(kind.bits, dim)).item()
 
 
 @pytest.mark.parametrize("kind", AFFINE)

@@ -46,7 +46,7 @@ def test_proven_kernels_attend_and_are_reported(
     (group,) = loaded.kv_report.layers
     assert (group.backend, group.backend_reason) == ("cuda", None)
     proven = len(kernels.calls)
-    assert proven == 1  # four layers alike
+    assert proven == 2  # two samples; four layers alike
     decoded(loaded)
     assert len(kernels.calls) == proven + 4
 

@@ -1,0 +1,158 @@
+"""Attention over packed keys and values on a CPU: the reference's numbers, in blocks that stay in its caches.
+
+A block of tiles is unpacked, put on the int8 grid and multiplied before the next one is touched, so full
+precision never reaches memory; going there costs more time than the codes save. Steps, fractions and
+scales are paid once per token instead of once per value. Scores are in powers of two throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+
+from daemon.kernels import codec, packing
+from daemon.kernels.case import Case
+from daemon.kernels.exponential import LOG2_E, exp2
+from daemon.kernels.packing import TILE
+from daemon.kernels.reference import narrowed
+from daemon.kernels.rotation import Side
+from daemon.kernels.stored import Stored
+from daemon.policy.schemes import FP16, Codec
+
+BLOCK_VALUES = (
+    2**19
+)  # of one side in one block: 2 MB in float32; smaller ones cost more in calls than they save
+
+Mask = mx.array | None
+
+
+def refusal(case: Case) -> str | None:
+    """Return why these kernels cannot do *case*, in words for the status; None: they can."""
+    affine = [kind.name for kind in (case.k, case.v) if kind.affine]
+    return f"{affine[0]} is there to compare with, not to be fast" if affine else None
+
+
+def attend(
+    queries: mx.array, stored: Stored, scale: float, mask: Mask, sinks: mx.array | None
+) -> mx.array:
+    """Return softmax(scale·q·kᵀ + mask)·v over everything *stored*, some of it packed; reference.attend's contract."""
+    n_heads, length, dim = queries.shape
+    grouped = queries.astype(mx.float32).reshape(stored.n_kv_heads, -1, dim) * (scale * LOG2_E)
+    scores = _scores(grouped, stored)
+    scores = _masked(scores.reshape(n_heads, length, -1), mask, stored.length).reshape(scores.shape)
+    top = mx.max(scores, axis=-1, keepdims=True)
+    if sinks is None:
+        weights = exp2(scores - top)
+        total = mx.sum(weights, axis=-1, keepdims=True)
+    else:
+        logits = sinks.astype(mx.float32).reshape(stored.n_kv_heads, -1, 1) * LOG2_E
+        logits = mx.repeat(logits, length, axis=1)
+        top = mx.maximum(top, logits)
+        weights = exp2(scores - top)
+        total = mx.sum(weights, axis=-1, keepdims=True) + exp2(logits - top)
+    out = _weighted_sum(weights, stored) / total
+    return narrowed(out.reshape(n_heads, length, -1), queries.dtype)
+
+
+def _scores(queries: mx.array, stored: Stored) -> mx.array:
+    """Return the scores of all tokens, (H, N, T up to whole tiles): what fills the last tile up is -inf.
+
+    So most steps meet the shapes of the step before, for which their chains are compiled.
+    """
+    parts = [] if stored.k.head is None else [_products(queries, _raw_blocks(stored.k.head))]
+    if stored.layout.k != FP16:
+        parts.append(_packed_scores(queries, stored, stored.layout.k))
+    if stored.k.tail is not None:
+        parts.append(_products(queries, _raw_blocks(stored.k.tail)))
+    if spare := -stored.length % TILE:
+        parts.append(mx.full((*queries.shape[:2], spare), -mx.inf))
+    return mx.concatenate(parts, axis=-1)
+
+
+def _products(queries: mx.array, blocks: Iterator[mx.array]) -> mx.array:
+    """Return the products of *queries* (H, N, dim) with the vectors in *blocks*, (H, N, T).
+
+    BLAS is faster with few queries on the right.
+    """
+    columns = mx.contiguous(queries.swapaxes(-1, -2))
+    products = [block @ columns for block in blocks]
+    joined = products[0] if len(products) == 1 else mx.concatenate(products, axis=1)
+    return mx.contiguous(joined.swapaxes(-1, -2))
+
+
+def _packed_scores(queries: mx.array, stored: Stored, kind: Codec) -> mx.array:
+    keys, unit = stored.keys, codec.grid_unit(kind, stored.layout.dim_k)
+    rotated = codec.rotate(queries if keys is None else keys.scaled(queries), kind, "k")
+    scores = _products(rotated, _grids(stored, "k"))
+    if unit.fraction:
+        scores = scores + unit.fraction * mx.sum(rotated, axis=-1, keepdims=True)
+    scores = (scores * _factors(stored, "k")[:, None])[..., stored.packed_from : stored.packed_to]
+    bias = None if keys is None else keys.bias(queries, *stored.packed_positions)
+    return scores if bias is None else scores + bias
+
+
+def _weighted_sum(weights: mx.array, stored: Stored) -> mx.array:
+    """Return Σ weight·value over all tokens, (H, N, dim_v)."""
+    start, end = stored.packed_from, stored.packed_to
+    kind = stored.layout.v
+    out = mx.zeros((*weights.shape[:2], stored.layout.dim_v))
+    if kind != FP16:
+        unit = codec.grid_unit(kind, stored.layout.dim_v)
+        packed = weights[..., start:end] * _factors(stored, "v")[:, None, start:end]
+        # slots that hold no token of this row weigh nothing
+        packed = mx.pad(packed, [(0, 0), (0, 0), (start, -end % TILE)])
+        at = 0
+        for block in _grids(stored, "v"):
+            out = out + packed[..., at : at + block.shape[1]] @ block
+            at += block.shape[1]
+        if unit.fraction:
+            out = out + unit.fraction * mx.sum(packed, axis=-1, keepdims=True)
+        out = codec.unrotate(out, kind, "v")
+    for raw, at in ((stored.v.head, 0), (stored.v.tail, end)):
+        for block in _raw_blocks(raw):
+            out = out + weights[..., at : at + block.shape[1]] @ block
+            at += block.shape[1]
+    return out
+
+
+def _raw_blocks(raw: mx.array | None) -> Iterator[mx.array]:
+    """Yield the vectors *raw* (H, T, dim) in float32, a block of tokens at a time."""
+    if raw is None:
+        return
+    step = max(1, BLOCK_VALUES // (raw.shape[0] * raw.shape[2]))
+    for at in range(0, raw.shape[1], step):
+        yield raw[:, at : at + step].astype(mx.float32)
+
+
+def _grids(stored: Stored, side: Side) -> Iterator[mx.array]:
+    """Yield the grid numbers of one side of all tiles, float32 (H, tokens, dim), a block of tiles at a time."""
+    tiles, layout = stored.tiles_in_use(), stored.layout
+    kind, dim = (layout.k, layout.dim_k) if side == "k" else (layout.v, layout.dim_v)
+    step = max(1, BLOCK_VALUES // (tiles.shape[0] * TILE * dim))
+    for at in range(0, tiles.shape[1], step):
+        codes = packing.codes_of(tiles[:, at : at + step], layout, side)
+        yield codec.grid(codes, kind).astype(mx.float32)
+
+
+def _factors(stored: Stored, side: Side) -> mx.array:
+    """Return what a grid step of each slot of the tiles is worth, float32 (H, slots)."""
+    layout = stored.layout
+    kind, dim = (layout.k, layout.dim_k) if side == "k" else (layout.v, layout.dim_v)
+    scales = packing.scales_of(stored.tiles_in_use(), layout, side).astype(mx.float32)
+    return scales * codec.grid_unit(kind, dim).step
+
+
+def _masked(scores: mx.array, mask: Mask, total: int) -> mx.array:
+    """Return *scores* (n_heads, L, T or more) with *mask* in force, which may be None for causal."""
+    length, width = scores.shape[-2:]
+    if mask is None:
+        if length == 1:
+            return scores
+        mask = mx.arange(total - length, total)[:, None] >= mx.arange(width)[None]
+    elif width > total:
+        whole = mx.broadcast_to(mask, (*mask.shape[:-1], total))
+        mask = mx.pad(whole, [(0, 0)] * (mask.ndim - 1) + [(0, width - total)])
+    if mask.dtype == mx.bool_:
+        return mx.where(mask, scores, -mx.inf)
+    return scores + mask.astype(mx.float32) * LOG2_E

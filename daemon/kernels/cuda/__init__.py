@@ -1,0 +1,7 @@
+"""Fused kernels for NVIDIA GPUs: what daemon.kernels.attention and daemon.kernels.encode ask for."""
+
+from daemon.kernels.cuda.encoding import encoding_refusal, tiles
+from daemon.kernels.cuda.launch import attend
+from daemon.kernels.cuda.plan import refusal
+
+__all__ = ["attend", "encoding_refusal", "refusal", "tiles"]

@@ -1,0 +1,91 @@
+// What every kernel here shares: names of types, the description of a row, vectors in full precision.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+namespace tqd {
+
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+constexpr int TILE = 32;        // tokens
+constexpr int WARP = 32;
+constexpr u32 ALL = 0xffffffffu;
+constexpr float LOG2E = 1.44269504f;
+constexpr float LOWEST = -1e30f;  // a running maximum before the first score; finite, so that differences are
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ void put(float* at, float x) { *at = x; }
+__device__ __forceinline__ void put(__half* at, float x) { *at = __float2half(x); }
+__device__ __forceinline__ void put(__nv_bfloat16* at, float x) { *at = __float2bfloat16(x); }
+
+__device__ __forceinline__ float exp2_fast(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int o = 16; o; o >>= 1) x += __shfl_xor_sync(ALL, x, o);
+  return x;
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int o = 16; o; o >>= 1) x = fmaxf(x, __shfl_xor_sync(ALL, x, o));
+  return x;
+}
+
+// One row of a batch: tokens 0 to length, of which those from packed_from to packed_to are in tiles;
+// token p was computed at position p + dropped. The words of one row of the `spans` array, int32 (B, 16).
+struct Span {
+  int length, packed_from, packed_to, dropped;
+};
+
+__device__ __forceinline__ Span span_of(const int* spans, int row) {
+  const int4 s = *reinterpret_cast<const int4*>(spans + 16 * row);
+  return {s.x, s.y, s.z, s.w};
+}
+
+// Vectors in full precision, ([B,] H, n, D) with any strides.
+template <class T>
+struct Vectors {
+  const T* data;
+  long long row, head, token, dim;
+
+  __device__ __forceinline__ const T* at(int b, int h, int t) const {
+    return data + b * row + h * head + t * token;
+  }
+};
+
+template <class T, class Strides>
+__device__ __forceinline__ Vectors<T> vectors(const T* data, const Strides& strides, int ndim) {
+  return {data, ndim == 4 ? (long long)strides[0] : 0ll, (long long)strides[ndim - 3],
+          (long long)strides[ndim - 2], (long long)strides[ndim - 1]};
+}
+
+// Tiles of all rows, uint32 (H, pages, words); `pages` maps a row's tiles to pages, int32 (B, most), or is null:
+// then tile t is page t, and there is one row.
+struct Tiles {
+  const u32* data;
+  long long head, page;
+  const int* pages;
+  int most;
+
+  // The page of tile t of row b: maybe a trip to memory.
+  __device__ __forceinline__ int page_of(int b, int t) const { return pages ? __ldg(pages + b * most + t) : t; }
+
+  __device__ __forceinline__ const u32* at_page(int h, int number) const { return data + h * head + number * page; }
+
+  __device__ __forceinline__ const u32* at(int b, int h, int t) const { return at_page(h, page_of(b, t)); }
+};
+
+template <class Strides>
+__device__ __forceinline__ Tiles tiles_of(const u32* data, const Strides& strides, const int* pages, int most) {
+  return {data, (long long)strides[0], (long long)strides[1], pages, most};
+}
+
+}  // namespace tqd

@@ -1,0 +1,397 @@
+"""Calls of the CUDA kernels: arrays in, one node or a few in MLX's graph out."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from itertools import cycle
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+import numpy as np
+
+from daemon.kernels import codebook, codec, rotation
+from daemon.kernels.cuda import angles, plan, sources
+from daemon.kernels.cuda.plan import FastShape
+from daemon.kernels.keys import KeyTransform
+from daemon.kernels.packing import TILE, TileLayout
+from daemon.kernels.stored import Stored
+from daemon.policy.schemes import FP16, INT8, Codec
+
+Spans = tuple[tuple[int, int, int, int], ...]
+
+_SPAN_WORDS = 16  # an array of 8 bytes or fewer would live in memory that a GPU reads over PCIe
+_COUNTERS = 1024  # for the KV heads of all rows of a call
+_COUNTER_SETS = 256  # calls that may be under way at once
+
+
+def attend(
+    queries: mx.array, stored: Stored, scale: float, mask: mx.array | None, sinks: mx.array | None
+) -> mx.array:
+    """Attend from *queries* to everything *stored*, some of it packed; the contract is reference.attend's."""
+    n_heads, length, _ = queries.shape
+    n_kv, begin, end = stored.n_kv_heads, stored.packed_from, stored.packed_to
+    raw = Raw.of(stored, queries.dtype)
+    spans = spans_of(((stored.length, begin, end, stored.dropped),))
+    tiles = stored.tiles
+    assert tiles is not None
+    fits = plan.is_fast(stored.layout, n_heads // n_kv, length, masked=mask is not None)
+    if fits and raw.k_head.dtype == raw.v_head.dtype == queries.dtype:
+        layer = layer_of(stored.layout, n_kv, stored.keys)
+        if layer is not None:
+            splits = plan.fast_splits(1, n_kv, -(-end // TILE) - begin // TILE)
+            return fast(queries, tiles, spans, raw, layer, scale, splits, sinks=sinks)
+    return scan(queries, tiles, spans, raw, stored, scale, mask, sinks)
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """Keys and values in full precision, ([B,] H, n, D) each: what comes before the packed tokens, and after them."""
+
+    k_head: mx.array
+    k_tail: mx.array
+    v_head: mx.array
+    v_tail: mx.array
+
+    @classmethod
+    def of(cls, stored: Stored, dtype: mx.Dtype) -> Raw:
+        """Return those of *stored*; something of *dtype* stands where there is none, and is not read."""
+        k, v = stored.k, stored.v
+        return cls(*_both(k.head, k.tail, dtype), *_both(v.head, v.tail, dtype))
+
+
+def _both(
+    head: mx.array | None, tail: mx.array | None, dtype: mx.Dtype
+) -> tuple[mx.array, mx.array]:
+    """Return *head* and *tail*, with something of the same dtype in the place of what there is not."""
+    if head is not None and tail is not None:
+        return head, tail
+    some = head if head is not None else tail
+    nothing = _nothing(dtype if some is None else some.dtype)
+    return nothing if head is None else head, nothing if tail is None else tail
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What one layer's fast kernel needs to know, apart from tokens: its layout, and its constants on the device.
+
+    *constants*: signs times key scales (KV heads, D), signs of values (D,), means (KV heads, D), and the
+    words of the rotary embedding (angles.constants), float32 one after the other. Pair j of channels that
+    rotate together is (j·step, j·step + gap).
+    """
+
+    constants: mx.array
+    layout: TileLayout
+    n_kv_heads: int
+    has_mean: bool = False
+    n_pairs: int = 0
+    step: int = 1
+    gap: int = 0
+    variants: dict[tuple[int, mx.Dtype, float], Variant] = field(default_factory=dict)
+
+    def variant(self, grouped: int, dtype: mx.Dtype, scale: float) -> Variant:
+        """Return the variant of the kernel for *grouped* query heads a KV head; made when first asked for."""
+        key = (grouped, dtype, scale)
+        if key not in self.variants:
+            self.variants[key] = self._variant(grouped, dtype, scale)
+        return self.variants[key]
+
+    def _variant(self, grouped: int, dtype: mx.Dtype, scale: float) -> Variant:
+        k, v, dim = self.layout.k, self.layout.v, self.layout.dim_k
+        shape = FastShape(dim, grouped, int(k.bits), int(v.bits), self.n_pairs > 0)
+        template = [
+            ("DIM", dim), ("GROUPED", grouped), ("K_BITS", shape.k_bits), ("V_BITS", shape.v_bits),
+            ("ROTARY", shape.rotary), ("HAS_MEAN", self.has_mean), ("N_PAIRS", self.n_pairs),
+            ("PAIR_STEP", self.step), ("PAIR_GAP", self.gap), ("SCALE", _bits(scale)),
+            ("K_STEP", _bits(_step(k, dim))), ("V_STEP", _bits(_step(v, dim))),
+            ("SHARED", shape.shared_bytes), ("T", dtype),
+        ]  # fmt: skip
+        return Variant(template, shape.shared_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Template arguments and shared memory of one variant of the fast kernel."""
+
+    template: list[tuple[str, Any]]
+    shared_bytes: int
+
+
+def fast(
+    queries: mx.array,
+    tiles: mx.array,
+    spans: mx.array,
+    raw: Raw,
+    layer: Layer,
+    scale: float,
+    splits: int,
+    *,
+    pages: mx.array | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """Attend from one query token of each row, in one node.
+
+    Args:
+        queries: ([B,] n_heads, 1, D); without B there is one row.
+        tiles: uint32 (KV heads, pages, words), in fragments.
+        spans: as spans_of gives them.
+        raw: the rows' tokens in full precision, of the queries' dtype.
+        layer: what layer_of gives.
+        scale: factor of the scores.
+        splits: parts into which the tiles of a head go.
+        pages: int32 (B, most): the page of each of a row's tiles; None: tile t is page t.
+        sinks: learned sink logits (n_heads,), or None.
+
+    Returns:
+        an array like *queries*.
+    """
+    rows = queries.shape[0] if queries.ndim == 4 else 1
+    n_heads, dim = queries.shape[-3], queries.shape[-1]
+    dtype = queries.dtype
+    variant = layer.variant(n_heads // layer.n_kv_heads, dtype, scale)
+    kernel = sources.fast_kernel(
+        variant.shared_bytes, paged=pages is not None, sinks=sinks is not None
+    )
+    inputs = [
+        queries, tiles, spans, raw.k_head, raw.k_tail, raw.v_head, raw.v_tail, layer.constants,
+        next(_counter_sets()),
+    ]  # fmt: skip
+    if pages is not None:
+        inputs.append(pages)
+    if sinks is not None:
+        inputs.append(sinks if sinks.dtype == dtype else sinks.astype(dtype))
+    partial = rows * n_heads * splits * (dim + 2) if splits > 1 else _SPAN_WORDS
+    out: mx.array = kernel(
+        inputs=inputs,
+        template=variant.template,
+        grid=(splits * plan.THREADS, layer.n_kv_heads, rows),
+        threadgroup=(plan.THREADS, 1, 1),
+        output_shapes=[queries.shape, (partial,)],
+        output_dtypes=[dtype, mx.float32],
+    )[0]
+    return out
+
+
+def scan(
+    queries: mx.array,
+    tiles: mx.array,
+    spans: mx.array,
+    raw: Raw,
+    stored: Stored,
+    scale: float,
+    mask: mx.array | None,
+    sinks: mx.array | None,
+) -> mx.array:
+    """Attend from *queries* (n_heads, L, D) of one row, by the general kernel."""
+    layout, n_kv = stored.layout, stored.n_kv_heads
+    n_heads, length, _ = queries.shape
+    grouped = n_heads // n_kv
+    k_packed, v_packed = layout.k != FP16, layout.v != FP16
+    mean = _scan_mean(stored) if k_packed else _no_mean()
+    shared = plan.scan_shared_bytes(layout.dim_k, layout.dim_v, mean.width)
+    blocks = plan.scan_blocks(grouped, length)
+    splits = plan.scan_splits(1, n_kv, blocks, stored.length)
+    inputs = [
+        queries,
+        _rotated(queries, stored) if k_packed else _nothing(mx.float32),
+        tiles, spans, raw.k_head, raw.k_tail, raw.v_head, raw.v_tail,
+        _levels(layout.k, layout.dim_k), _levels(layout.v, layout.dim_v),
+        mean.mean, mean.pairs, mean.plain, mean.table,
+    ]  # fmt: skip
+    if mask is not None:
+        inputs.append(_added(mask, length, stored.length))
+    kernel = sources.scan_kernel(shared, paged=False, masked=mask is not None)
+    rows = n_heads * length
+    (sums,) = kernel(
+        inputs=inputs,
+        template=[
+            ("DIM_K", layout.dim_k), ("DIM_V", layout.dim_v), ("K_BITS", int(layout.k.bits)),
+            ("V_BITS", int(layout.v.bits)), ("ORDER", layout.order), ("GROUPED", grouped),
+            ("QUERIES", length), ("N_PAIRS", mean.n_pairs), ("N_PLAIN", mean.n_plain),
+            ("SCALE", _bits(scale)), ("SHARED", shared), ("Q", queries.dtype),
+            ("K", raw.k_head.dtype), ("V", raw.v_head.dtype),
+        ],
+        grid=(splits * blocks * plan.SCAN_THREADS, n_kv, 1),
+        threadgroup=(plan.SCAN_THREADS, 1, 1),
+        output_shapes=[(rows * splits * 2 * (layout.dim_v + 1),)],
+        output_dtypes=[mx.float32],
+    )  # fmt: skip
+    (merged,) = sources.merge_kernel(sinks=sinks is not None)(
+        inputs=[sums] if sinks is None else [sums, sinks],
+        template=[
+            ("SPLITS", splits), ("DIM_V", layout.dim_v), ("HEADS", n_heads), ("QUERIES", length),
+            ("L", mx.float32 if sinks is None else sinks.dtype),
+        ],
+        grid=(rows * plan.SCAN_THREADS, 1, 1),
+        threadgroup=(plan.SCAN_THREADS, 1, 1),
+        output_shapes=[(n_heads, length, 2, layout.dim_v)],
+        output_dtypes=[mx.float32],
+    )  # fmt: skip
+    out: mx.array = merged[:, :, 1]
+    if v_packed:
+        out = out + codec.unrotate(merged[:, :, 0], layout.v, "v")
+    return out.astype(queries.dtype)
+
+
+@lru_cache(maxsize=64)
+def spans_of(rows: Spans) -> mx.array:
+    """Return (length, packed from, packed to, dropped) of each row for the kernels, int32 (B, 16).
+
+    All layers of a step have the same ones, mostly: it is made once for all of them, by the GPU.
+    """
+    words = np.zeros((len(rows), _SPAN_WORDS), dtype=np.int32)
+    words[:, :4] = rows
+    return on_device(words)
+
+
+def on_device(numbers: np.ndarray[Any, Any]) -> mx.array:
+    """Return *numbers* in memory of the GPU's own: what is made from the host's data is in memory that both share."""
+    array = mx.array(numbers)
+    return array + mx.zeros_like(array)
+
+
+# By identity: hashing a layout at every call would cost more than the rest of it.
+_LAYERS: WeakKeyDictionary[KeyTransform, tuple[TileLayout, int, Layer | None]] = WeakKeyDictionary()
+_PLAIN_LAYERS: dict[tuple[int, int], Layer] = {}
+
+
+def layer_of(layout: TileLayout, n_kv_heads: int, keys: KeyTransform | None) -> Layer | None:
+    """Return what the fast kernel needs of a layer; None: its rotary embedding is not one that it can do."""
+    if keys is None:
+        known = _PLAIN_LAYERS.get((id(layout), n_kv_heads))
+        if known is None:  # the layer keeps the layout, so the id stays its own
+            known = _layer(layout, n_kv_heads, None)
+            assert known is not None
+            _PLAIN_LAYERS[id(layout), n_kv_heads] = known
+        return known
+    of, heads, layer = _LAYERS.get(keys, (None, 0, None))
+    if of is not layout or heads != n_kv_heads:
+        layer = _layer(layout, n_kv_heads, keys)
+        _LAYERS[keys] = (layout, n_kv_heads, layer)
+    return layer
+
+
+def _layer(layout: TileLayout, n_kv_heads: int, keys: KeyTransform | None) -> Layer | None:
+    dim = layout.dim_k
+    k_signs = np.broadcast_to(np.array(rotation.signs(dim, "k")), (n_kv_heads, dim))
+    mean = np.zeros((n_kv_heads, dim), dtype=np.float32)
+    words = np.zeros(angles.WORDS, dtype=np.uint32)
+    n_pairs, step, gap = 0, 1, 0
+    if keys is not None:
+        k_signs = k_signs * np.array(keys.scale)
+    if keys is not None and keys.mean is not None:
+        mean = np.array(keys.mean).astype(np.float32)
+        if keys.rotary is not None:
+            turning = angles.angles(keys.rotary, dim)
+            if turning is None:
+                return None
+            words = angles.constants(turning.theta)
+            n_pairs, step, gap = len(turning.theta), turning.step, turning.gap
+            for channels in (keys.rotary.first, keys.rotary.second):
+                mean[:, channels] *= turning.factor.astype(np.float32)
+    parts = (k_signs, np.array(rotation.signs(dim, "v")), mean, words.view(np.float32))
+    constants = on_device(np.concatenate([part.ravel() for part in parts]).view(np.uint32))
+    constants = constants.view(mx.float32)
+    mx.eval(constants)
+    has_mean = keys is not None and keys.mean is not None
+    return Layer(constants, layout, n_kv_heads, has_mean, n_pairs, step, gap)
+
+
+@dataclass(frozen=True, slots=True)
+class _ScanMean:
+    """The key mean of a layer as the general kernel reads it (`Mean` in scan.cuh)."""
+
+    mean: mx.array
+    pairs: mx.array
+    plain: mx.array
+    table: mx.array
+    n_pairs: int
+    n_plain: int
+
+    @property
+    def width(self) -> int:
+        """Columns of the table that are used."""
+        return 2 * self.n_pairs + (self.n_plain > 0)
+
+
+_CHANNELS: WeakKeyDictionary[KeyTransform, tuple[mx.array, mx.array]] = WeakKeyDictionary()
+
+
+def _scan_mean(stored: Stored) -> _ScanMean:
+    keys = stored.keys
+    if keys is None or keys.mean is None:
+        return _no_mean()
+    dim, rotary = stored.layout.dim_k, keys.rotary
+    pairs = [] if rotary is None else list(zip(rotary.first, rotary.second, strict=True))
+    plain = list(range(dim)) if rotary is None else list(rotary.plain)
+    if keys not in _CHANNELS:
+        _CHANNELS[keys] = (_indices([at for pair in pairs for at in pair]), _indices(plain))
+    table = (
+        mx.ones((1, _SPAN_WORDS))
+        if rotary is None
+        else rotary.whole_table(stored.packed_positions[1])
+    )
+    return _ScanMean(keys.mean, *_CHANNELS[keys], table, len(pairs), len(plain))
+
+
+@cache
+def _no_mean() -> _ScanMean:
+    none, numbers = _indices([]), _nothing(mx.float32)
+    return _ScanMean(numbers, none, none, numbers[0], 0, 0)
+
+
+def _indices(channels: list[int]) -> mx.array:
+    return on_device(np.array(channels + [0] * _SPAN_WORDS, dtype=np.int32))
+
+
+def _rotated(queries: mx.array, stored: Stored) -> mx.array:
+    """Return *queries* as packed keys want them: scaled per channel, and in the stored basis; float32."""
+    if stored.keys is None:
+        return codec.rotate(queries, stored.layout.k, "k")
+    n_heads, length, dim = queries.shape
+    grouped = queries.astype(mx.float32).reshape(stored.n_kv_heads, -1, dim)
+    rotated = codec.rotate(stored.keys.scaled(grouped), stored.layout.k, "k")
+    return rotated.reshape(n_heads, length, dim)
+
+
+def _added(mask: mx.array, queries: int, length: int) -> mx.array:
+    """Return *mask* as numbers to add, float32 (1 or n_heads, queries, length)."""
+    if mask.dtype == mx.bool_:
+        mask = mx.where(mask, 0.0, -mx.inf)
+    mask = mask.astype(mx.float32)
+    heads = mask.shape[0] if mask.ndim == 3 else 1
+    return mx.contiguous(mx.broadcast_to(mask, (heads, queries, length)))
+
+
+@cache
+def _levels(kind: Codec, dim: int) -> mx.array:
+    """Return the centroids of *kind* for the general kernel, float32 (32,)."""
+    levels = np.zeros(32, dtype=np.float32)
+    if kind not in (FP16, INT8):
+        values = codebook.centroids(kind.bits, dim)
+        levels[: len(values)] = values
+    return on_device(levels)
+
+
+def _step(kind: Codec, dim: int) -> float:
+    return 1.0 if kind == INT8 else codebook.step(kind.bits, dim)
+
+
+@cache
+def _nothing(dtype: mx.Dtype) -> mx.array:
+    return mx.zeros((1, 1, _SPAN_WORDS), dtype=dtype)
+
+
+@cache
+def _counter_sets() -> cycle[mx.array]:
+    """Return counters for one call after another: a call under way must not share its own with another."""
+    sets = [mx.zeros((_COUNTERS,), dtype=mx.uint32) for _ in range(_COUNTER_SETS)]
+    mx.eval(sets)
+    return cycle(sets)
+
+
+def _bits(number: float) -> int:
+    """Return the bits of *number* as float32: template arguments are integers."""
+    return int(struct.unpack("<i", struct.pack("<f", number))[0])

@@ -1,0 +1,179 @@
+"""The CUDA sources, and the bodies of the kernels that MLX compiles around them.
+
+MLX writes a kernel's signature from its inputs and outputs, and compiles the rest at first use, once for
+each set of template arguments and process. Lengths, positions, strides and page tables are arguments:
+nothing is compiled again because a sequence has grown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from daemon.kernels.cuda import plan
+
+FOLDER = Path(__file__).parent
+
+_FAST_FILES = ("common", "hopper", "decode", "mean", "fragments")
+_SCAN_FILES = ("common", "codes", "scan")
+
+# What a block of the fast kernel has is its own: without bounds the compiler would spare registers for more threads.
+_BOUNDS = f"""
+#undef __global__
+#define __global__ __attribute__((global)) __launch_bounds__({plan.THREADS}, 1)
+"""
+
+FAST_INPUTS = (
+    "q", "tiles", "spans", "k_head", "k_tail", "v_head", "v_tail", "layer", "counters",
+)  # fmt: skip
+FAST_BODY = """
+extern __shared__ __align__(128) unsigned char shared[];
+static_assert(tqd::Shape<DIM, GROUPED, K_BITS, V_BITS, ROTARY>::BYTES == SHARED, "plan.FastShape counts otherwise");
+static_assert(tqd::THREADS == MOST_THREADS, "plan.THREADS is another number");
+const int n_kv = gridDim.y, splits = gridDim.x;
+const float* v_signs = layer + n_kv * DIM;
+const float* mean = v_signs + DIM;
+const tqd::Fragments<DIM, GROUPED, K_BITS, V_BITS, ROTARY, T> kernel{{
+    tqd::vectors(q, q_strides, q_ndim), tqd::tiles_of(tiles, tiles_strides, {pages}),
+    tqd::vectors(k_head, k_head_strides, k_head_ndim), tqd::vectors(k_tail, k_tail_strides, k_tail_ndim),
+    tqd::vectors(v_head, v_head_strides, v_head_ndim), tqd::vectors(v_tail, v_tail_strides, v_tail_ndim),
+    layer, v_signs, HAS_MEAN ? mean : nullptr, N_PAIRS, PAIR_STEP, PAIR_GAP,
+    {{reinterpret_cast<const tqd::u32*>(mean + n_kv * DIM)}}, {logits},
+    __int_as_float(SCALE), __int_as_float(K_STEP), __int_as_float(V_STEP),
+    sums, reinterpret_cast<float2*>(sums + (long long)gridDim.z * n_kv * GROUPED * splits * DIM),
+    const_cast<tqd::u32*>(counters), out}};
+kernel.run({{tqd::span_of(spans, blockIdx.z), (int)blockIdx.z, (int)blockIdx.y, n_kv, (int)blockIdx.x, splits}}, shared);
+"""
+
+SCAN_INPUTS = (
+    "q", "rotated", "tiles", "spans", "k_head", "k_tail", "v_head", "v_tail", "k_levels", "v_levels",
+    "mean", "pairs", "plain", "table",
+)  # fmt: skip
+SCAN_BODY = """
+extern __shared__ float shared[];
+const int blocks = (GROUPED * QUERIES + tqd::SCAN_ROWS - 1) / tqd::SCAN_ROWS, splits = gridDim.x / blocks;
+const long long rows = (long long)gridDim.z * gridDim.y * GROUPED * QUERIES;
+tqd::Scan<DIM_K, DIM_V, K_BITS, V_BITS, ORDER, Q, K, V> kernel{{
+    tqd::vectors(q, q_strides, q_ndim), rotated, tqd::tiles_of(tiles, tiles_strides, {pages}),
+    tqd::vectors(k_head, k_head_strides, k_head_ndim), tqd::vectors(k_tail, k_tail_strides, k_tail_ndim),
+    tqd::vectors(v_head, v_head_strides, v_head_ndim), tqd::vectors(v_tail, v_tail_strides, v_tail_ndim),
+    k_levels, v_levels, {mask}, {{mean, pairs, plain, table, N_PAIRS, N_PLAIN, (int)table_shape[0]}},
+    GROUPED, QUERIES, (int)gridDim.y * GROUPED, __int_as_float(SCALE), sums, sums + rows * splits * 2 * DIM_V}};
+kernel.run(tqd::span_of(spans, blockIdx.z), blockIdx.z, blockIdx.y, blockIdx.x % blocks, blockIdx.x / blocks, splits,
+           shared);
+"""
+
+MERGE_BODY = """
+tqd::scan_merge<L>(sums, sums + (long long)gridDim.x * SPLITS * 2 * DIM_V, {logits}, HEADS, QUERIES, SPLITS, DIM_V, out);
+"""
+
+ENCODE_INPUTS = ("keys", "values", "k_signs", "v_signs", "k_numbers", "v_numbers", "spans")
+ENCODE_BODY = """
+using Encode = tqd::Encode<DIM, K_BITS, V_BITS, K_LEVELS, V_LEVELS, STRETCHES, K, V>;
+__shared__ tqd::u32 words[Encode::WORDS];
+const Encode encode{
+    tqd::vectors(keys, keys_strides, keys_ndim), tqd::vectors(values, values_strides, values_ndim), k_signs, v_signs,
+    k_numbers, v_numbers, (int)keys_shape[1], spans[0], out};
+encode.run(blockIdx.x, gridDim.x, blockIdx.y, words);
+"""
+
+ROUND_BODY = """
+const long long vectors = u_shape[0], vector = (blockIdx.x * (long long)blockDim.x + threadIdx.x) / tqd::WARP;
+if (vector < vectors)
+  tqd::round_vector<DIM, LEVELS, STRETCHES>(u + vector * DIM, numbers, codes + vector * DIM, overlap + vector);
+"""
+
+_PAGES = "pages, (int)pages_shape[1]"
+_NO_PAGES = "nullptr, 0"
+
+
+def header(names: Sequence[str], folder: Path = FOLDER) -> str:
+    """Return the includes of the sources *names*: MLX hashes a kernel's text at every call, so it should be short."""
+    return "".join(f'#include "{folder / name}.cuh"\n' for name in names)
+
+
+def fast_text(*, paged: bool, sinks: bool) -> tuple[str, str]:
+    """Return header and body of the tensor-core kernel."""
+    body = _filled(FAST_BODY, pages=_PAGES if paged else _NO_PAGES, logits=_logits("T", sinks))
+    body = body.replace("MOST_THREADS", str(plan.THREADS))
+    return header(_FAST_FILES) + _BOUNDS, body
+
+
+def scan_text(*, paged: bool, masked: bool) -> tuple[str, str]:
+    """Return header and body of the general kernel."""
+    mask = "mask, (int)mask_shape[0]" if masked else "nullptr, 0"
+    return header(_SCAN_FILES), _filled(SCAN_BODY, pages=_PAGES if paged else _NO_PAGES, mask=mask)
+
+
+def merge_text(*, sinks: bool) -> tuple[str, str]:
+    """Return header and body of the kernel that merges the general one's splits."""
+    return header(_SCAN_FILES), _filled(MERGE_BODY, logits=_logits("L", sinks))
+
+
+@cache
+def fast_kernel(shared_bytes: int, *, paged: bool, sinks: bool) -> Any:
+    """Return the tensor-core kernel; its inputs are FAST_INPUTS, `pages` and `logits` where there are any."""
+    names = [*FAST_INPUTS, *["pages"] * paged, *["logits"] * sinks]
+    text = fast_text(paged=paged, sinks=sinks)
+    return _kernel("tqd_fragments", names, ["out", "sums"], text, shared_bytes)
+
+
+@cache
+def scan_kernel(shared_bytes: int, *, paged: bool, masked: bool) -> Any:
+    """Return the general kernel; its inputs are SCAN_INPUTS, `pages` and `mask` where there are any."""
+    names = [*SCAN_INPUTS, *["pages"] * paged, *["mask"] * masked]
+    return _kernel("tqd_scan", names, ["sums"], scan_text(paged=paged, masked=masked), shared_bytes)
+
+
+@cache
+def merge_kernel(*, sinks: bool) -> Any:
+    """Return the kernel that merges the general one's splits; inputs `sums`, and `logits` where there are any."""
+    return _kernel("tqd_merge", ["sums", *["logits"] * sinks], ["out"], merge_text(sinks=sinks), 0)
+
+
+def encode_text() -> tuple[str, str]:
+    """Return header and body of the kernel that encodes whole tiles."""
+    return header(("common", "hopper", "codes", "decode", "round", "encode")), ENCODE_BODY
+
+
+@cache
+def encode_kernel() -> Any:
+    """Return the kernel that encodes whole tiles; its inputs are ENCODE_INPUTS."""
+    return _kernel("tqd_encode", list(ENCODE_INPUTS), ["out"], encode_text(), 0)
+
+
+def round_text() -> tuple[str, str]:
+    """Return header and body of the kernel that rounds vectors to codes."""
+    return header(("common", "round")), ROUND_BODY
+
+
+@cache
+def round_kernel() -> Any:
+    """Return the kernel that rounds vectors to codes; inputs `u`, (count, D), and `numbers`."""
+    return _kernel("tqd_round", ["u", "numbers"], ["codes", "overlap"], round_text(), 0)
+
+
+def _kernel(
+    name: str, inputs: list[str], outputs: list[str], text: tuple[str, str], shared_bytes: int
+) -> Any:
+    return mx.fast.cuda_kernel(
+        name=name,
+        input_names=inputs,
+        output_names=outputs,
+        header=text[0],
+        source=text[1],
+        ensure_row_contiguous=False,  # or MLX would copy every slice, caches included
+        shared_memory=shared_bytes,
+    )
+
+
+def _filled(body: str, **parts: str) -> str:
+    return body.format(**parts)
+
+
+def _logits(kind: str, sinks: bool) -> str:
+    return "logits" if sinks else f"(const {kind}*)nullptr"

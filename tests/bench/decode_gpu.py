@@ -1,0 +1,229 @@
+"""Decode speed of an 8B-shaped llama with random 4-bit weights on one GPU: our caches against mlx-lm's own, in one run.
+
+    python tests/bench/decode_gpu.py [--json FILE] [--cases 1x2048 8x8192 …]
+
+Caches are filled with random keys and values, so nothing is prefilled and no weights are needed. A case is a
+batch size and a length. Times are of whole steps, on the clock of the wall: model, attention, the argmax and
+Python, with the next step's graph built while the GPU is busy, as mlx-lm's own generator does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from mlx.utils import tree_flatten, tree_map
+
+from daemon.cache import seam
+from daemon.cache.row import Row
+from daemon.cache.sequence import BatchCache, SequenceCache
+from daemon.kernels.attention import on_this_device
+from daemon.kernels.keys import KeyTransform, Rotary
+from daemon.policy.schemes import SCHEMES
+
+seam.install()
+
+from mlx_lm.models import llama  # noqa: E402
+from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache  # noqa: E402
+
+LAYERS, N_KV, DIM, VOCAB = 32, 8, 128, 128256
+SINKS, TAIL = 4, 32
+WARM, STEPS = 40, 64  # one fold of a tile to compile what it needs, and two
+CASES = ["1x2048", "1x8192", "1x32768", "1x131072", "8x2048", "8x8192", "8x32768", "32x8192"]
+MOST_BYTES = 110e9  # of caches, on a GPU of 141 GB
+
+Caches = list[Any]
+
+
+@dataclass(frozen=True)
+class Result:
+    rows: int
+    tokens: int
+    cache: str
+    tokens_per_second: float
+    peak_gb: float
+    cache_gb: float
+
+
+def make_model(layers: int) -> llama.Model:
+    """Return an 8B-shaped llama in 4 bits, groups of 64, layer by layer so that no 16-bit copy of it is needed."""
+    model = llama.Model(
+        llama.ModelArgs(
+            model_type="llama", hidden_size=4096, num_hidden_layers=layers, intermediate_size=14336,
+            num_attention_heads=32, num_key_value_heads=N_KV, head_dim=DIM, rms_norm_eps=1e-5,
+            vocab_size=VOCAB, rope_theta=500000.0, tie_word_embeddings=False,
+        )
+    )  # fmt: skip
+    model.update(tree_map(lambda x: x.astype(mx.float16), model.parameters()))
+    nn.quantize(model, group_size=64, bits=4)
+    for _, weight in tree_flatten(model.parameters()):
+        mx.eval(weight)
+    mx.clear_cache()
+    return model
+
+
+def random_side(rows: int, tokens: int) -> mx.array:
+    return mx.random.normal((rows, N_KV, tokens, DIM)).astype(mx.float16)
+
+
+def fp16_caches(rows: int, tokens: int, model: llama.Model) -> Caches:
+    caches = []
+    for _ in model.layers:
+        cache = KVCache() if rows == 1 else BatchKVCache([0] * rows)
+        cache.update_and_fetch(random_side(rows, tokens), random_side(rows, tokens))
+        mx.eval(cache.keys, cache.values)
+        caches.append(cache)
+    return caches
+
+
+def quantized_caches(rows: int, tokens: int, model: llama.Model) -> Caches:
+    caches = []
+    for _ in model.layers:
+        cache = QuantizedKVCache(group_size=64, bits=4)
+        cache.update_and_fetch(random_side(rows, tokens), random_side(rows, tokens))
+        mx.eval(cache.keys, cache.values)
+        caches.append(cache)
+    return caches
+
+
+def ours(name: str, *, plain: bool, mean: bool) -> Callable[[int, int, llama.Model], Caches]:
+    """Return what makes our caches; *plain*: sinks and tail in full precision, *mean*: keys lose their mean."""
+
+    def make(rows: int, tokens: int, model: llama.Model) -> Caches:
+        attention, caches = on_this_device(), []
+        for layer in model.layers:
+            keys = None
+            if mean:
+                scale = mx.exp(0.3 * mx.random.normal((N_KV, DIM)))
+                rotary = Rotary(layer.self_attn.rope, DIM)
+                keys = KeyTransform(scale, 0.3 * mx.random.normal((N_KV, DIM)), rotary)
+            row = Row(
+                SCHEMES[name], sink_tokens=SINKS if plain else 0, tail_tokens=TAIL if plain else 0,
+                keys=keys, attention=attention,
+            )  # fmt: skip
+            filled = []
+            for _ in range(rows):
+                each = row.fresh()
+                each.append(random_side(1, tokens)[0], random_side(1, tokens)[0])
+                each.pack()
+                mx.eval(each.arrays)
+                filled.append(each)
+            caches.append(SequenceCache(filled[0]) if rows == 1 else BatchCache(filled))
+        return caches
+
+    return make
+
+
+KINDS: dict[str, Callable[[int, int, llama.Model], Caches]] = {
+    "mlx-lm fp16": fp16_caches,
+    "mlx-lm 4 bit": quantized_caches,
+    "turbo4v4": ours("turbo4v4", plain=True, mean=False),
+    "turbo4v4 + mean": ours("turbo4v4", plain=True, mean=True),
+    "turbo4v3 + mean": ours("turbo4v3", plain=True, mean=True),
+    "turbo8v4 + mean": ours("turbo8v4", plain=True, mean=True),
+}
+
+
+def measure(model: llama.Model, rows: int, tokens: int, kind: str) -> Result:
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    caches = KINDS[kind](rows, tokens, model)
+    size = sum(cache.nbytes for cache in caches)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+
+    def step(y: mx.array) -> mx.array:
+        return mx.argmax(model(y[:, None], cache=caches)[:, -1], axis=-1)
+
+    y = mx.zeros((rows,), dtype=mx.int32)
+    ends = []
+    for _ in range(WARM + STEPS):
+        following = step(y)
+        mx.async_eval(following)
+        mx.eval(y)
+        y = following
+        ends.append(time.perf_counter())
+    steps = [end - begin for begin, end in pairwise(ends[WARM - 1 :])]
+    seconds = sum(steps)
+    result = Result(
+        rows, tokens, kind, rows * STEPS / seconds, mx.get_peak_memory() / 1e9, size / 1e9
+    )
+    print(
+        f"{rows} × {tokens:6d} {kind:16s} {result.tokens_per_second:8.1f} tokens/s,"
+        f" a step {seconds / STEPS * 1e3:6.2f} ms (median {median(steps) * 1e3:.2f},"
+        f" most {max(steps) * 1e3:.2f}), peak {result.peak_gb:.1f} GB, caches {result.cache_gb:.2f} GB",
+        flush=True,
+    )
+    return result
+
+
+def table(results: list[Result]) -> str:
+    base = {(r.rows, r.tokens): r.tokens_per_second for r in results if r.cache == "mlx-lm fp16"}
+    lines = [
+        "| rows × tokens | cache | tokens/s | × fp16 | peak GB | caches GB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        first = base.get((r.rows, r.tokens))
+        ratio = f"{r.tokens_per_second / first:.2f}" if first else "–"
+        lines.append(
+            f"| {r.rows} × {r.tokens} | {r.cache} | {r.tokens_per_second:.1f} | {ratio} |"
+            f" {r.peak_gb:.1f} | {r.cache_gb:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--cases", nargs="*", default=CASES, help="ROWSxTOKENS")
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    gpu = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    about = {
+        "gpu": gpu, "mlx": mx.__version__, "mlx_lm": mlx_lm.__version__,
+        "python": platform.python_version(), "layers": str(options.layers),
+    }  # fmt: skip
+    print(about)
+    model = make_model(options.layers)
+    results = []
+    for case in options.cases:
+        rows, tokens = map(int, case.split("x"))
+        for kind in options.kinds:
+            if (
+                kind == "mlx-lm fp16"
+                and rows * tokens * N_KV * DIM * 4 * options.layers > MOST_BYTES
+            ):
+                print(f"{case} {kind}: does not fit")
+                continue
+            try:
+                results.append(measure(model, rows, tokens, kind))
+            except (
+                RuntimeError
+            ) as error:  # MLX has no CUDA kernel for every shape of its quantized products
+                print(f"{case} {kind}: {str(error).splitlines()[0]}", flush=True)
+                continue
+            if options.json:
+                data = {"machine": about, "results": [asdict(result) for result in results]}
+                options.json.write_text(json.dumps(data, indent=1) + "\n")
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""The CUDA sources compile: nvcc turns what MLX would hand to its own compiler into PTX, where nvcc is installed."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from daemon.kernels import order
+from daemon.kernels.cuda import plan, sources
+
+INPUT_TYPES = {
+    "tiles": "unsigned int", "spans": "int", "layer": "float", "counters": "unsigned int",
+    "rotated": "float", "k_levels": "float", "v_levels": "float", "mean": "float", "pairs": "int",
+    "plain": "int", "table": "float", "mask": "float", "pages": "int", "sums": "float",
+}  # fmt: skip
+
+# What MLX puts in front of a kernel: shapes and strides of its inputs are arguments by value.
+PREAMBLE = """
+template <class T> struct Eight { T at[8]; __host__ __device__ const T& operator[](int i) const { return at[i]; } };
+using Shape = Eight<int>;
+using Strides = Eight<long long>;
+"""
+
+
+def kernel_text(
+    name: str,
+    text: tuple[str, str],
+    inputs: Sequence[str],
+    outputs: dict[str, str],
+    types: dict[str, str],
+    **template: int | str,
+) -> str:
+    """Write the kernel that MLX (0.32.4) would generate from a header and a body."""
+    body = text[1]
+    arguments = []
+    for each in inputs:
+        arguments.append(f"const {types.get(each, INPUT_TYPES.get(each, 'float'))}* {each}")
+        for suffix, kind in (("shape", "Shape"), ("strides", "Strides"), ("ndim", "int")):
+            if f"{each}_{suffix}" in body:
+                arguments.append(f"const __grid_constant__ {kind} {each}_{suffix}")
+    arguments += [f"{kind}* {each}" for each, kind in outputs.items()]
+    constants = "".join(
+        f"using {key} = {value};\n"
+        if isinstance(value, str)
+        else f"constexpr int {key} = {value};\n"
+        for key, value in template.items()
+    )
+    return f'extern "C" __global__ void {name}({", ".join(arguments)}) {{\n{constants}{body}\n}}\n'
+
+
+def fast_text(dim: int, grouped: int, k_bits: int, v_bits: int, rotary: bool, kind: str) -> str:
+    shape = plan.FastShape(dim, grouped, k_bits, v_bits, rotary)
+    vectors = dict.fromkeys(("q", "k_head", "k_tail", "v_head", "v_tail", "logits"), kind)
+    return kernel_text(
+        f"fast_{dim}_{grouped}_{k_bits}_{v_bits}_{rotary:d}",
+        sources.fast_text(paged=rotary, sinks=not rotary),
+        [*sources.FAST_INPUTS, *["pages"] * rotary, *["logits"] * (not rotary)],
+        {"out": kind, "sums": "float"},
+        vectors,
+        DIM=dim, GROUPED=grouped, K_BITS=k_bits, V_BITS=v_bits, ROTARY=int(rotary), HAS_MEAN=1,
+        N_PAIRS=dim // 2 * rotary, PAIR_STEP=1, PAIR_GAP=dim // 2, SCALE=1, K_STEP=1, V_STEP=1,
+        SHARED=shape.shared_bytes, T=kind,
+    )  # fmt: skip
+
+
+def scan_text(dims: tuple[int, int], bits: tuple[int, int], tile_order: int, masked: bool) -> str:
+    vectors = dict.fromkeys(("q", "k_head", "k_tail"), "__nv_bfloat16")
+    vectors |= dict.fromkeys(("v_head", "v_tail"), "__half")
+    return kernel_text(
+        f"scan_{dims[0]}_{dims[1]}_{bits[0]}_{bits[1]}_{tile_order}",
+        sources.scan_text(paged=masked, masked=masked),
+        [*sources.SCAN_INPUTS, *["pages"] * masked, *["mask"] * masked],
+        {"sums": "float"},
+        vectors,
+        DIM_K=dims[0], DIM_V=dims[1], K_BITS=bits[0], V_BITS=bits[1], ORDER=tile_order, GROUPED=5,
+        QUERIES=3, N_PAIRS=16, N_PLAIN=1, SCALE=1, SHARED=0, Q="__nv_bfloat16", K="__nv_bfloat16",
+        V="__half",
+    )  # fmt: skip
+
+
+def merge_text(sinks: bool) -> str:
+    return kernel_text(
+        f"merge_{sinks:d}", sources.merge_text(sinks=sinks), ["sums", *["logits"] * sinks],
+        {"out": "float"}, {"logits": "__half"}, SPLITS=4, DIM_V=80, HEADS=8, QUERIES=2, L="__half",
+    )  # fmt: skip
+
+
+def round_text(dim: int, levels: int) -> str:
+    return kernel_text(
+        f"round_{dim}_{levels}", sources.round_text(), ["u", "numbers"],
+        {"codes": "unsigned char", "overlap": "float"}, {}, DIM=dim, LEVELS=levels, STRETCHES=8,
+    )  # fmt: skip
+
+
+def encode_text(dim: int, k_bits: int, v_bits: int, kind: str) -> str:
+    return kernel_text(
+        f"encode_{dim}_{k_bits}_{v_bits}", sources.encode_text(), sources.ENCODE_INPUTS,
+        {"out": "unsigned int"}, {"values": kind}, DIM=dim, K_BITS=k_bits, V_BITS=v_bits,
+        K_LEVELS=2**k_bits, V_LEVELS=2**v_bits, STRETCHES=8, K="float", V=kind,
+    )  # fmt: skip
+
+
+VARIANTS = {
+    "fast": (
+        sources.fast_text(paged=False, sinks=False)[0],
+        [
+            fast_text(128, 4, 4, 4, True, "__half"),
+            fast_text(128, 5, 8, 3, False, "__nv_bfloat16"),
+            fast_text(64, 8, 5, 2, True, "float"),
+        ],
+    ),
+    "general": (
+        sources.scan_text(paged=False, masked=False)[0],
+        [
+            scan_text((192, 128), (3, 16), order.CANONICAL, True),
+            scan_text((80, 80), (5, 8), order.CANONICAL, False),
+            scan_text((64, 64), (8, 3), order.FRAGMENTS, False),
+            merge_text(False),
+            merge_text(True),
+        ],
+    ),
+    "encoding": (
+        sources.encode_text()[0],
+        [encode_text(128, 4, 3, "__half"), encode_text(64, 5, 8, "__nv_bfloat16")],
+    ),
+    "rounding": (sources.round_text()[0], [round_text(80, 16), round_text(128, 11)]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_nvcc_compiles_the_sources(name: str, tmp_path: Path) -> None:
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("nvcc is not installed")
+    header, kernels = VARIANTS[name]
+    (tmp_path / "kernels.cu").write_text(PREAMBLE + header + "\n".join(kernels))
+    command = [
+        nvcc, "-std=c++17", "-gencode=arch=compute_90a,code=compute_90a", "-ptx",
+        "-Werror", "all-warnings", "-diag-suppress", "177", "-o", str(tmp_path / "kernels.ptx"), str(tmp_path / "kernels.cu"),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    ptx = (tmp_path / "kernels.ptx").read_text()
+    assert ptx.count(".visible .entry") == len(kernels)
