@@ -18,6 +18,7 @@ def print_report(report: EvalReport) -> None:
     out = console()
     out.print(Text.assemble((report.model, "bold"), f"  {report.text}"))
     out.print(_figures(report))
+    out.print(_speeds(report))
     for policy in report.policies:
         out.print(
             Text(
@@ -52,6 +53,25 @@ def _figures(report: EvalReport) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for policy in report.policies:
         table.add_row(*_row(policy))
+    return table
+
+
+def _speeds(report: EvalReport) -> Table:
+    """Return tokens per second through the server's own scheduler, and whether a batch changes any."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("served", no_wrap=True)
+    together = report.reference_served.sequences
+    for column in ("prompt tok/s", "decode tok/s", f"{together} at once tok/s", "as if alone"):
+        table.add_column(column, justify="right", no_wrap=True)
+    rows = [("fp16 cache", report.reference_served)]
+    for label, served in rows + [(policy.label, policy.served) for policy in report.policies]:
+        table.add_row(
+            label,
+            f"{served.prompt_tps:.0f}",
+            f"{served.decode_tps:.1f}",
+            f"{served.batch_decode_tps:.1f}",
+            f"{served.same_as_alone}/{served.sequences}",
+        )
     return table
 
 

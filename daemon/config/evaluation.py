@@ -64,6 +64,19 @@ class Needle(Document):
     continued: bool
 
 
+class Served(Document):
+    """Tokens per second through the scheduler that serves: *sequences* one after the other, and all at once.
+
+    *same_as_alone*: how many of them got the same tokens in the batch as alone.
+    """
+
+    sequences: int
+    prompt_tps: float
+    decode_tps: float
+    batch_decode_tps: float
+    same_as_alone: int
+
+
 class LayerRun(Document):
     """Adjacent layers that got the same treatment; *last* is included."""
 
@@ -98,6 +111,7 @@ class PolicyFigures(Document):
     natural: Figures
     copy_test: Figures
     needles: tuple[Needle, ...]
+    served: Served
 
 
 class EvalReport(Document):
@@ -116,6 +130,7 @@ class EvalReport(Document):
     contexts: tuple[int, ...]
     context_bytes_fp16: tuple[int, ...]
     reference_needles: tuple[Needle, ...]
+    reference_served: Served
     policies: tuple[PolicyFigures, ...]
 
     def measured(self, policy: PolicyFigures) -> Measured:

@@ -28,11 +28,12 @@ from daemon.config.evaluation import (
     LayerRun,
     Needle,
     PolicyFigures,
+    Served,
 )
 from daemon.config.locate import read_config
 from daemon.errors import PolicyError, TqdError
 from daemon.kernels.attention import on_this_device
-from daemon.measure import divergence, footprint, needle, texts
+from daemon.measure import divergence, footprint, needle, serving, texts
 from daemon.measure.divergence import MakeRow, Scores, Window
 from daemon.measure.texts import Passage
 from daemon.policy.architecture import Architecture, read_architecture
@@ -57,6 +58,7 @@ class Entrant:
 
     label: str
     make_row: MakeRow
+    factory: CacheFactory
     policy: ResolvedPolicy
     sink_tokens: int
     tail_tokens: int
@@ -80,10 +82,13 @@ def run(job: EvalJob, say: Say) -> EvalReport:
     plain = texts.natural(subject.tokenizer, text, prompt=prompt, count=job.windows)
     copies = texts.copies(subject.tokenizer, text, prompt=prompt, count=job.windows)
 
-    progress = _Progress(say, 2 * job.windows * (len(entrants) + 2) + 3 * (len(entrants) + 2))
+    progress = _Progress(
+        say, 2 * job.windows * (len(entrants) + 2) + 3 * (len(entrants) + 2) + len(entrants) + 1
+    )
     natural_scores = _scores(subject, plain, entrants, progress, "natural text")
     copy_scores = _scores(subject, copies, entrants, progress, "copy test")
     found = _needles(subject, plain[0], entrants, progress)
+    served = _served(subject, plain[0], entrants, progress)
     contexts = _contexts(subject.architecture)
     sample = divergence.prefill_all(subject.model, plain[0].tokens[:_SAMPLE_TOKENS])
     costs = [footprint.footprint(sample, entrant.make_row, contexts) for entrant in entrants]
@@ -101,9 +106,12 @@ def run(job: EvalJob, say: Say) -> EvalReport:
         contexts=contexts,
         context_bytes_fp16=costs[0].context_bytes_fp16,
         reference_needles=found[0],
+        reference_served=served[0],
         policies=tuple(
             _figures(*parts)
-            for parts in zip(entrants, natural_scores, copy_scores, found[1:], costs, strict=True)
+            for parts in zip(
+                entrants, natural_scores, copy_scores, found[1:], served[1:], costs, strict=True
+            )
         ),
     )
 
@@ -151,6 +159,7 @@ def enter(subject: Subject, contender: Contender, say: Say) -> Entrant:
     return Entrant(
         label=contender.label,
         make_row=rows_of(factory),
+        factory=factory,
         policy=ResolvedPolicy(
             layers,
             (*resolved.warnings, *([calibration.problem] if calibration.problem else [])),
@@ -270,11 +279,28 @@ def _needles(
     return [tuple(results) for results in found]
 
 
+def _served(
+    subject: Subject, passage: Passage, entrants: Sequence[Entrant], progress: _Progress
+) -> list[Served]:
+    """Return how fast mlx-lm's own caches and each entrant's are where a server uses them."""
+    reference = entrants[0].factory.fall_back("to compare with")
+    contestants = [("reference", reference)]
+    contestants += [(entrant.label, entrant.factory) for entrant in entrants]
+    results = []
+    for name, factory in contestants:
+        progress.begin(f"serving: {name}")
+        batching = subject.architecture.batching
+        results.append(serving.serve(subject.model, factory, batching, passage.tokens))
+        progress.advance(1)
+    return results
+
+
 def _figures(
     entrant: Entrant,
     natural: Scores,
     copies: Scores,
     needles: tuple[Needle, ...],
+    served: Served,
     cost: footprint.Footprint,
 ) -> PolicyFigures:
     packed = [
@@ -309,6 +335,7 @@ def _figures(
         natural=_of(natural),
         copy_test=_of(copies),
         needles=needles,
+        served=served,
     )
 
 

@@ -14,10 +14,12 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, StopSequences
 
+from daemon.cache.build import CacheFactory
 from daemon.metrics import catalogue
 from daemon.metrics.histogram import Observations
 from daemon.policy.claim import PREFILL_CHUNK, PREFILL_ROWS
-from daemon.worker.model import LoadedModel
+from daemon.policy.rules import Batching
+from daemon.worker.admission import Costs
 from daemon.worker.packing_time import PackingTime, packed_rows
 from daemon.worker.requests import GenerationRequest, TokenEvent
 from daemon.worker.sampling import make_logits_processors, make_sampler
@@ -40,11 +42,40 @@ class Owner(Protocol):
 OwnerT = TypeVar("OwnerT", bound=Owner)
 
 
+class Schedulable(Protocol):
+    """What the scheduler needs of a loaded model."""
+
+    @property
+    def model(self) -> Any:
+        """The model; its `make_cache` is the factory."""
+        ...
+
+    @property
+    def factory(self) -> CacheFactory:
+        """What makes its caches."""
+        ...
+
+    @property
+    def batching(self) -> Batching:
+        """How several sequences may run together."""
+        ...
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The tokens that end a sequence."""
+        ...
+
+    @property
+    def costs(self) -> Costs:
+        """What its sequences take."""
+        ...
+
+
 class Scheduler(Generic[OwnerT]):
     """mlx-lm's BatchGenerator, the line of requests before it, and who each of its rows belongs to."""
 
     def __init__(
-        self, loaded: LoadedModel, max_concurrent: int, kv_limit_bytes: int | None = None
+        self, loaded: Schedulable, max_concurrent: int, kv_limit_bytes: int | None = None
     ) -> None:
         self.kv_limit_bytes = kv_limit_bytes
         """What all sequences together may grow to; None: no limit. Lowering it touches no running one."""
