@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from daemon.cli.tables import ratio
-from daemon.cli.waiting import RETRY_HINT, failure, reason, rolled_back
+from daemon.cli.waiting import RETRY_HINT, failure, place, reason, rolled_back
 from daemon.ops.document import ConfigSection, Document, MachineMemory, Memory, ServerStatus
 from daemon.units import format_size
 
@@ -121,11 +121,8 @@ def _config_notes(config: ConfigSection) -> Iterator[RenderableType]:
     for step in config["pending"]:
         yield Text(f"  {step}")
     for problem in config["errors"]:
-        place = problem["file"]
-        if problem["line"]:
-            place += f":{problem['line']}:{problem['col']}"
         where = f"{problem['path']}: " if problem["path"] else ""
-        yield Text(f"  {place}: {where}{problem['message']}")
+        yield Text(f"  {place(problem)}: {where}{problem['message']}")
         if problem["hint"]:
             yield Text(f"    hint: {problem['hint']}", style="dim")
 

@@ -11,7 +11,7 @@ from typing import Literal
 from rich.console import Console
 
 from daemon.errors import InProgressError, TqdError
-from daemon.ops.document import DivergentStatus, Document, ServerStatus
+from daemon.ops.document import DivergentStatus, Document, ProblemStatus, ServerStatus
 from daemon.supervisor.client import Client
 from daemon.supervisor.messages import Action
 
@@ -126,6 +126,13 @@ def _readable(line: str) -> list[str]:
     moment = entry.pop("timestamp", "")
     fields = " ".join(f"{key}={value}" for key, value in entry.items())
     return [f"{moment} {level} {event} {fields}".strip(), *(f"  {part}" for part in traceback)]
+
+
+def place(problem: ProblemStatus) -> str:
+    """Return where *problem* is; one of the whole file has no line."""
+    if not problem["line"]:
+        return problem["file"]
+    return f"{problem['file']}:{problem['line']}:{problem['col']}"
 
 
 def by_name(document: Document) -> dict[str, ServerStatus]:
