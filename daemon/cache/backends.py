@@ -11,7 +11,8 @@ from daemon.cache.build import EXACT, CacheFactory, parts
 from daemon.cache.latent import LatentCache
 from daemon.cache.sequence import SequenceCache
 from daemon.kernels import reference
-from daemon.kernels.attention import Attention, Choice
+from daemon.kernels.attention import Attention
+from daemon.kernels.backend import Choice
 from daemon.kernels.case import Case
 from daemon.kernels.stored import Stored
 

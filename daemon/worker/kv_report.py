@@ -9,7 +9,7 @@ from itertools import groupby
 from daemon.cache.backends import MLX
 from daemon.cache.build import BytesPerToken, CacheFactory
 from daemon.config import wire
-from daemon.kernels.attention import Choice
+from daemon.kernels.backend import Choice
 from daemon.policy.resolve import LayerGroup, ResolvedPolicy, summarize
 from daemon.policy.spec import KvRequest
 from daemon.worker.calibration import Calibration
