@@ -25,7 +25,7 @@ from daemon.kernels.case import Attend
 from daemon.kernels.keys import KeyTransform
 from daemon.kernels.packing import TILE
 from daemon.policy.architecture import LayerKind
-from daemon.policy.resolve import LayerPlan
+from daemon.policy.resolved import LayerPlan
 from daemon.policy.rules import Batching
 from daemon.policy.schemes import REFERENCE_BITS, SCHEMES, Scheme
 

@@ -37,7 +37,7 @@ from daemon.measure import divergence, footprint, needle, serving, texts
 from daemon.measure.divergence import MakeRow, Scores, Window
 from daemon.measure.texts import Passage
 from daemon.policy.architecture import Architecture, read_architecture
-from daemon.policy.resolve import ResolvedPolicy, summarize
+from daemon.policy.resolved import ResolvedPolicy, summarize
 from daemon.policy.schemes import REFERENCE_BITS, SCHEMES
 from daemon.worker.caches import Subject, put_in_force
 

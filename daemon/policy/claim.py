@@ -14,7 +14,7 @@ from typing import Literal
 
 from daemon.policy.architecture import Architecture, Layer, LayerKind
 from daemon.policy.budget import EXACT_BYTES, kv_bytes, longest_context
-from daemon.policy.resolve import ResolvedPolicy
+from daemon.policy.resolved import ResolvedPolicy
 from daemon.policy.schemes import FP16
 
 Device = Literal["cpu", "cuda", "metal"]

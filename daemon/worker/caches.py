@@ -14,7 +14,8 @@ from daemon.cache import build
 from daemon.cache.build import CacheFactory
 from daemon.errors import WorkerExit, WorkerExitError
 from daemon.policy.architecture import Architecture, LayerKind
-from daemon.policy.resolve import ResolvedPolicy, resolve
+from daemon.policy.resolve import resolve
+from daemon.policy.resolved import ResolvedPolicy
 from daemon.policy.rules import Batching
 from daemon.policy.spec import KvRequest
 from daemon.worker.calibration import Calibration, Wanted, calibrated

@@ -10,7 +10,7 @@ from daemon.cache.backends import MLX
 from daemon.cache.build import BytesPerToken, CacheFactory
 from daemon.config import wire
 from daemon.kernels.backend import Choice
-from daemon.policy.resolve import LayerGroup, ResolvedPolicy, summarize
+from daemon.policy.resolved import LayerGroup, ResolvedPolicy, summarize
 from daemon.policy.spec import KvRequest
 from daemon.worker.calibration import Calibration
 

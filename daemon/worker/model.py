@@ -26,7 +26,8 @@ from daemon.kernels.attention import on_this_device
 from daemon.policy.architecture import Architecture, read_architecture
 from daemon.policy.budget import EXACT_BYTES
 from daemon.policy.claim import padded, sequence_cost
-from daemon.policy.resolve import ResolvedPolicy, resolve
+from daemon.policy.resolve import resolve
+from daemon.policy.resolved import ResolvedPolicy
 from daemon.policy.rules import Batching, architectures
 from daemon.worker.admission import Costs
 from daemon.worker.caches import Subject, put_in_force

@@ -14,7 +14,7 @@ from daemon.cache.latent import LatentCache
 from daemon.cache.sequence import SequenceCache
 from daemon.kernels import packing
 from daemon.policy.architecture import LayerKind
-from daemon.policy.resolve import LayerPlan
+from daemon.policy.resolved import LayerPlan
 from daemon.policy.schemes import parse_scheme
 
 VOCAB = 499
