@@ -130,7 +130,8 @@ def sequence_cost(
 ) -> Callable[[int], int]:
     """Return a function that says what one sequence that may grow to so many tokens takes.
 
-    That is its cache in whole buffers, and one layer of it unpacked: attention decodes layer by layer.
+    That is its cache in whole buffers, and one layer of it unpacked, as the reference attends. Kernels that read
+    packed tiles leave that unused, but only a loaded model shows whether they run.
     """
     packs = any(plan.effective.k != FP16 or plan.effective.v != FP16 for plan in policy.layers)
     unpacked = _widest(arch) * _FLOAT32_BYTES if packs else 0
