@@ -7,10 +7,10 @@ from typing import Protocol, cast
 
 import mlx.core as mx
 
+from daemon.errors import first_line
 from daemon.kernels import codec, cuda, metal, packing
 from daemon.kernels.backend import Backend, Choice, backend_of_device, choose
 from daemon.kernels.packing import TILE, Packed, TileLayout
-from daemon.kernels.proof import first_line
 from daemon.kernels.rotation import Side
 from daemon.policy.schemes import Codec
 
@@ -158,5 +158,5 @@ def _problem(encode: Encode, layout: TileLayout) -> str | None:
             if not mx.allclose(ours[1], theirs[1], rtol=2e-2, atol=0).item():
                 return "disagree with the reference about scales on this device"
     except Exception as error:  # noqa: BLE001 - whatever a device's compiler or driver raises means "not here"
-        return f"fail to encode on this device ({first_line(error)})"
+        return f"fail to encode on this device ({type(error).__name__}: {first_line(error)})"
     return None

@@ -8,6 +8,7 @@ from typing import cast
 
 import mlx.core as mx
 
+from daemon.errors import first_line
 from daemon.kernels import codec, packing, reference
 from daemon.kernels.case import Attend, Case
 from daemon.kernels.keys import KeyTransform, Rotary
@@ -57,7 +58,7 @@ def _problem(kernels: Attend, case: Case, seed: int) -> str | None:
     try:
         got = given.run(kernels)
     except Exception as error:  # noqa: BLE001 - whatever a device's compiler or driver raises means "not here"
-        return f"fail on this device ({first_line(error)})"
+        return f"fail on this device ({type(error).__name__}: {first_line(error)})"
     if (got.shape, got.dtype) != (expected.shape, expected.dtype):
         return f"return {got.dtype}{got.shape} instead of {expected.dtype}{expected.shape}"
     got, expected = got.astype(mx.float32), expected.astype(mx.float32)
@@ -67,11 +68,6 @@ def _problem(kernels: Attend, case: Case, seed: int) -> str | None:
     if distance > _TOLERANCE[case.dtype]:
         return f"disagree with the reference on this device (by {distance:.2%})"
     return None
-
-
-def first_line(error: Exception) -> str:
-    """Return the kind of *error* and the first line of what it says, for one line of a status."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
 def sample(case: Case, seed: int = 0) -> Sample:
