@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import sys
 import time
 
 import mlx.core as mx
 
-from daemon.config.context import MlxContext
+from daemon.config.context import MlxContext, installed
 from daemon.worker.probe import default_device
 
 _SIZE = 512
-_PACKAGES = (
-    "tqd",
-    "mlx",
-    "mlx-lm",
-    "mlx-metal",
-    "mlx-cpu",
-    "mlx-cuda-12",
-    "mlx-cuda-13",
-    "transformers",
-)
 
 
 def examine() -> MlxContext:
@@ -41,14 +30,7 @@ def examine() -> MlxContext:
         memory_bytes=device["memory_bytes"],
         multiply_ms=round(multiply_ms, 3),
         correct=bool(mx.array_equal(product, a)),
-        versions={name: version for name in _PACKAGES if (version := _version(name))},
+        versions=installed(),
         python=platform.python_version(),
         executable=sys.executable,
     )
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
