@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from daemon.cache.backends import MLX, Backends
-from daemon.cache.build import BytesPerToken, CacheFactory
+from daemon.cache.build import CacheFactory
+from daemon.cache.cost import BytesPerToken
 from daemon.config import wire
 from daemon.kernels.backend import Choice
 from daemon.policy.resolved import LayerGroup, ResolvedPolicy, summarize

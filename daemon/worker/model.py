@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, load_tokenizer
 
-from daemon.cache import backends, build, seam
+from daemon.cache import backends, cost, seam
 from daemon.cache.build import CacheFactory
 from daemon.config import wire
 from daemon.errors import PolicyError, WorkerExit, WorkerExitError, first_line
@@ -96,12 +96,12 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
         progress=lambda share: progress("measuring the keys (once per model)", 0.85 + 0.15 * share),
     )
     resolved, factory = caches.resolved, caches.factory
-    cost = build.measure(model, factory, vocab_size)
+    bytes_per_token = cost.measure(model, factory)
     attention = on_this_device()
     chosen = backends.choices(model, factory, attention)
     factory = factory.attended_by(attention)
     built = as_built(resolved, factory)
-    report = kv_report(spec.kv, built, factory, chosen, cost, caches.calibration)
+    report = kv_report(spec.kv, built, factory, chosen, bytes_per_token, caches.calibration)
     if spec.kv.strict:
         _refuse_fallbacks(resolved, factory)
         _refuse_lost_budgets(resolved, factory)
