@@ -15,12 +15,13 @@ from aiohttp.test_utils import TestClient, TestServer
 from daemon.config.address import Endpoint
 from daemon.metrics.exposition import Page
 from daemon.ops.applied import AppliedConfig
-from daemon.ops.document import Document, OpenRequests, ServerStatus
+from daemon.ops.document import OpenRequests, ServerStatus
 from daemon.ops.endpoint import StatusEndpoint
 from daemon.ops.events import EventLog
 from daemon.ops.history import HistoryDocument, Transition
 from daemon.ops.metrics import metrics
 from daemon.ops.status import View, document, open_requests, server_status, unready
+from daemon.ops.written import Writer, Written
 from daemon.supervisor.plan import Fleet
 from daemon.supervisor.server import State
 
@@ -44,8 +45,8 @@ class FakeSource:
     def server_history(self, name: str) -> Sequence[Transition]:
         return [TRANSITION]
 
-    def status(self) -> Document:
-        return document(replace(self._view, seq=self._log.seq))
+    def status(self) -> Written:
+        return Writer().write(replace(self._view, seq=self._log.seq))
 
     def server(self, name: str) -> ServerStatus | None:
         server = self._view.fleet.servers.get(name)
