@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
 from daemon.config.address import Endpoint, is_loopback
-from daemon.metrics.exposition import Page
+from daemon.metrics.exposition import Page, exposition
 from daemon.ops import dashboard
 from daemon.ops.applied import AppliedConfig
 from daemon.ops.document import OpenRequests, ServerStatus
@@ -50,8 +50,8 @@ class Source(Protocol):
     def server_history(self, name: str) -> Sequence[Transition]:
         """Return the last changes of server *name*."""
 
-    def metrics(self) -> Page:
-        """Return the metrics page."""
+    def metrics(self, page: Page) -> Iterator[None]:
+        """Fill the metrics page, a little at each step."""
 
 
 class _BadQueryError(Exception):
@@ -187,8 +187,14 @@ class StatusEndpoint:
         return web.json_response(body, status=503 if unready else 200)
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        page, accept = self._source.metrics(), request.headers.get(hdrs.ACCEPT, "")
-        written = await asyncio.to_thread(page.render, accept)  # with many servers it takes a while
+        page, accept = Page(), request.headers.get(hdrs.ACCEPT, "")
+        parts = []
+        for _ in self._source.metrics(page):
+            await asyncio.sleep(0)  # with many servers it takes a while, and others ask meanwhile
+        for part in page.parts(accept):
+            parts.append(part)
+            await asyncio.sleep(0)
+        written = exposition(accept, parts)
         return web.Response(body=written.body, headers={hdrs.CONTENT_TYPE: written.content_type})
 
 

@@ -190,7 +190,7 @@ def tell(known: Facts, view: View) -> ServerStatus:
         "reason_code": cause.code if cause else None,
         "hint": cause.hint if cause else None,
         "health": {
-            "live": worker is not None and server.state is not State.STARTING,
+            "live": server.live,
             "ready": server.state is State.READY,
             "heartbeat_age_s": heartbeat_age_s(server, view.now),
         },

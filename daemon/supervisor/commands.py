@@ -7,7 +7,7 @@ import contextlib
 import importlib.metadata
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -117,9 +117,9 @@ class DaemonCommands:
         missed = batch.missed and after is not None
         return {"last": self._events.last_id, "missed": missed, "events": batch.events}
 
-    def metrics(self) -> Page:
-        """Return the metrics page."""
-        return metrics(self._view())
+    def metrics(self, page: Page) -> Iterator[None]:
+        """Fill the metrics page, a little at each step."""
+        return metrics(self._view(), page)
 
     async def act(self, action: Action, names: Sequence[str] | None) -> Mapping[str, int]:
         """Start, stop or restart *names*, or all that are enabled; return the launch each had before."""

@@ -44,11 +44,13 @@ def test_label_values_are_escaped() -> None:
 def test_openmetrics_is_written_for_those_who_ask_for_it() -> None:
     page = Page()
     page.add("tqd_prompt_tokens_total", 7)
+    page.add("tqd_requests_running", 2)
     written = page.render("application/openmetrics-text;version=1.0.0,text/plain;q=0.5")
 
     assert written.content_type.startswith("application/openmetrics-text")
-    (family,) = openmetrics.text_string_to_metric_families(written.body.decode())
-    assert (family.type, family.samples[0].value) == ("counter", 7)
+    found = openmetrics.text_string_to_metric_families(written.body.decode())
+    families = [(it.type, it.samples[0].value) for it in found]
+    assert families == [("gauge", 2), ("counter", 7)]
     assert page.render("*/*").content_type.startswith("text/plain; version=0.0.4")
 
 
