@@ -1,4 +1,4 @@
-"""Hear workers that have no news of their own all together, a few times a second.
+"""Hear workers that have no news of their own all together, twice a second.
 
 A heartbeat that wakes the daemon for itself costs several times as much as one that is read beside others.
 """
@@ -10,7 +10,7 @@ import contextlib
 import selectors
 import socket
 
-EVERY_S = 0.25
+EVERY_S = 0.5
 
 
 class Rounds:
