@@ -16,6 +16,7 @@ from daemon.config.wire import Histogram
 from daemon.metrics.catalogue import FAMILIES
 
 _ORDER = {name: at for at, name in enumerate(FAMILIES)}
+_PART = 100  # series, which take a millisecond
 _END = b"# EOF\n"  # of a page in OpenMetrics
 
 
@@ -60,10 +61,14 @@ class Page(Collector):
         return exposition(accept, self.parts(accept))
 
     def parts(self, accept: str) -> Iterator[bytes]:
-        """Yield what `exposition` takes, one family after another: a large page takes a while."""
+        """Yield what `exposition` takes, some series at a time: a large page takes a while."""
         encode, _ = choose_encoder(accept)
         for metric in self.collect():
-            yield encode(_Alone(metric)).removesuffix(_END)
+            for start in range(0, len(metric.samples), _PART):
+                some = Metric(metric.name, metric.documentation, metric.type)
+                some.samples = metric.samples[start : start + _PART]
+                text = encode(_Alone(some)).removesuffix(_END)
+                yield text if start == 0 else text.split(b"\n", 2)[2]  # without HELP and TYPE
 
     def _metric(self, name: str, labels: dict[str, str]) -> Metric:
         metric = self._metrics.get(name)

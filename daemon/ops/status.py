@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -149,7 +149,7 @@ def facts(view: View, server: Server) -> Facts:
     return Facts(
         server,
         view.prepared.get(server.name),
-        replace(report) if report else None,
+        report.copy() if report else None,
         footprint(view, server),
         None if server.cause else _waiting(view, server),
         view.desired_source(server.name),

@@ -70,5 +70,5 @@ class Writer:
 
 
 def _text(piece: _Piece, view: View) -> str:
-    age_s = json.dumps(heartbeat_age_s(piece.known.server, view.now))
-    return f"{piece.before}{_HEARTBEAT}{age_s}{piece.after}"
+    age_s = heartbeat_age_s(piece.known.server, view.now)
+    return f"{piece.before}{_HEARTBEAT}{'null' if age_s is None else age_s}{piece.after}"

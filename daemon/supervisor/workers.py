@@ -43,6 +43,12 @@ class Report:
         self.sampled_at = now
         self.requests = snapshot.requests or self.requests
 
+    def copy(self) -> Report:
+        """Return what was said until now; `dataclasses.replace` takes five times as long."""
+        return Report(
+            self.launch, self.ready, self.snapshot, self.sampled_at, self.counted, self.requests
+        )
+
 
 class Workers:
     """The processes of all servers. *post* takes what happens to them, from the event loop."""
