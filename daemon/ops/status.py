@@ -465,6 +465,7 @@ def _kv(prepared: PreparedServer | None, report: Report | None) -> Kv | None:
         "warnings": list(built.warnings) if built else [],
         "calibration": built.calibration if built else None,
         "backend": built.backend if built else None,
+        "packing_backend": built.packing_backend if built else None,
         "bytes_per_token": built.bytes_per_token if built else None,
         "bytes_per_token_fp16": built.bytes_per_token_fp16 if built else None,
         "compression": _compression(built) if built else None,

@@ -138,11 +138,11 @@ class DaemonCommands:
 
     async def reload(self) -> Verdict:
         """Read the configuration again and apply it."""
-        verdict = await self._configuration.reload()
+        done = await self._configuration.reload()
         return {
-            "result": verdict.result,
-            "steps": [_change(step) for step in verdict.steps],
-            "warnings": [str(it) for it in verdict.warnings],
+            "result": "unchanged" if done.result == "noop" else "applied",
+            "steps": [_change(step) for step in done.steps],
+            "warnings": [str(it) for it in done.warnings],
         }
 
     async def diff(self) -> Sequence[Change]:
