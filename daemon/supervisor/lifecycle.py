@@ -262,9 +262,8 @@ def _heard(server: Server, worker: Worker, event: Heard, now: float) -> Result:
             return _with(server, replace(worker, stage=stage, fraction=fraction, moved_at=now)), ()
         case Ready():
             return _ready(server, worker, event, now)
-        case Beat(_, generation, promised):
-            worker = replace(worker, promised=promised)
-            return _beat(_with(server, worker), worker, generation, now)
+        case Beat():
+            return _beat(server, worker, event, now)
         case Measured(_, used):
             return _with(server, replace(worker, used=used)), ()
         case Garbled(_, message):
@@ -298,10 +297,11 @@ def _ready(server: Server, worker: Worker, event: Ready, now: float) -> Result:
     return _enter(rollback.proven(_with(server, ready)), State.READY, now), ()
 
 
-def _beat(server: Server, worker: Worker, generation: int, now: float) -> Result:
-    if generation <= worker.generation or worker.ready_at is None:
-        return server, ()
-    server = _with(server, replace(worker, generation=generation, moved_at=now))
+def _beat(server: Server, worker: Worker, event: Beat, now: float) -> Result:
+    if event.generation <= worker.generation or worker.ready_at is None:
+        return _with(server, replace(worker, promised=event.promised)), ()
+    moved = replace(worker, promised=event.promised, generation=event.generation, moved_at=now)
+    server = _with(server, moved)
     return (_enter(server, State.READY, now) if server.state is State.DEGRADED else server), ()
 
 
