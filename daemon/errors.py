@@ -12,7 +12,7 @@ TqdError                     1   something failed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -82,6 +82,14 @@ class UnknownServerError(TqdError):
     """No server has that name."""
 
     exit_code = 4
+
+    @classmethod
+    def among(cls, known: Collection[str], name: str, config_state: str) -> UnknownServerError:
+        """Return the error for *name*, which a file in another state than applied may well hold."""
+        hint = f"one of {', '.join(known)}" if known else "there is none in servers.yaml"
+        if config_state != "applied":
+            hint += f"; but the newest servers.yaml is not in force ({config_state}): `tqd status` says why"
+        return cls(f'no server is called "{name}"', hint=hint)
 
 
 class InProgressError(TqdError):

@@ -112,7 +112,12 @@ def config_file(override: str | os.PathLike[str] | None = None) -> Path:
     if chosen:
         return Path(chosen).expanduser().absolute()
     local = Path("servers.yaml").absolute()
-    return local if local.exists() else platformdirs.user_config_path("tqd") / "servers.yaml"
+    return local if local.exists() else default_config_file()
+
+
+def default_config_file() -> Path:
+    """Return the servers.yaml of the user's configuration folder, used where nothing names another."""
+    return platformdirs.user_config_path("tqd") / "servers.yaml"
 
 
 def hf_hub_dir(env: Mapping[str, str] | None = None) -> Path:

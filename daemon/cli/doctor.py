@@ -47,7 +47,7 @@ def doctor(settings: Settings, as_json: bool, bundle: Path | None, bench: bool) 
 
     Runs one operation of MLX in a process of its own, and changes nothing. Exit code 1 when there is a problem.
     """
-    scene = look_around(settings.config, settings.state)
+    scene = look_around(settings.config, settings.state, named=settings.names_config)
     findings = chain(machine(scene), site(scene))
     found = list(findings if as_json else _shown(findings))
     kernels = _kernels() if bench else None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from daemon.cli.waiting import place
 from daemon.errors import DaemonUnreachableError
 from daemon.ops.events import EventJson, EventPage
 from daemon.supervisor.client import Client
@@ -96,7 +97,7 @@ def _details(event: EventJson) -> Iterator[str]:
     yield from data.get("steps", ())
     for problem in data.get("errors", ()):
         where = f"{problem['path']}: " if problem["path"] else ""
-        yield f"{problem['file']}:{problem['line']}:{problem['col']}: {where}{problem['message']}"
+        yield f"{place(problem)}: {where}{problem['message']}"
         if problem["hint"]:
             yield f"  hint: {problem['hint']}"
 

@@ -37,13 +37,15 @@ class Scene:
     daemon: Document | None
 
 
-def look_around(config: Path, state: StateDir) -> Scene:
-    """Return what there is."""
+def look_around(config: Path, state: StateDir, *, named: bool = True) -> Scene:
+    """Return what there is; a running daemon's configuration rather than one that nobody *named*."""
     loaded, refused, daemon = None, None, None
+    with contextlib.suppress(DaemonUnreachableError):
+        daemon = Client(state).status()
+    if daemon is not None and not named:
+        config = Path(daemon["config"]["path"])
     try:
         loaded = load(config)
     except ConfigError as error:
         refused = error
-    with contextlib.suppress(DaemonUnreachableError):
-        daemon = Client(state).status()
     return Scene(config, state, loaded, refused, daemon)

@@ -23,6 +23,7 @@ from daemon.units import parse_duration
 
 if TYPE_CHECKING:  # the group imports this module
     from daemon.cli.main import Settings
+    from daemon.ops.document import Document
 
 POLL_S = 0.1
 
@@ -115,9 +116,12 @@ def start(
     else:
         servers = client.status()["servers"]
         before = {it["name"]: it["launch"] for it in servers if it["desired"] == "running"}
+    _say_what_is_not_in_force(client.status())
     if not no_wait:
         wait(client, "start", before, max(until - time.monotonic(), 0.0))
         _say("started", before)
+    if not before and not every:
+        click.echo("every server is meant to be stopped; name one, or say --all", err=True)
 
 
 @click.command()
@@ -139,12 +143,19 @@ def restart(
     settings: Settings, names: tuple[str, ...], every: bool, no_wait: bool, timeout: float
 ) -> None:
     """Restart servers with what is in force of servers.yaml."""
-    client = Client(settings.state)
-    if client.status()["config"]["state"] == "pending":
-        click.echo(
-            "tqd: servers.yaml has changes that are not in force; `tqd diff` shows them", err=True
-        )
+    _say_what_is_not_in_force(Client(settings.state).status())
     _change(settings, "restart", "restarted", names, every, no_wait, timeout)
+
+
+def _say_what_is_not_in_force(document: Document) -> None:
+    match document["config"]["state"]:
+        case "pending":
+            text = "servers.yaml has changes that are not in force; `tqd diff` shows them"
+        case "rejected" | "stale":
+            text = "servers.yaml was rejected, and what was in force before still is; `tqd status` says why"
+        case _:
+            return
+    click.echo(f"tqd: {text}", err=True)
 
 
 def _change(

@@ -67,7 +67,8 @@ def fail(error: TqdError) -> NoReturn:
     "-c",
     "--config",
     type=click.Path(path_type=Path),
-    help="servers.yaml to use [default: $TQD_CONFIG, ./servers.yaml].",
+    help="servers.yaml to use [default: $TQD_CONFIG, ./servers.yaml, the one in the user's"
+    " configuration folder].",
 )
 @click.option(
     "--state-dir",
@@ -92,6 +93,11 @@ class Settings:
     def config(self) -> Path:
         """The servers.yaml to use; it may not exist."""
         return paths.config_file(self._config)
+
+    @property
+    def names_config(self) -> bool:
+        """Whether a servers.yaml is named or in the current folder, rather than the user's default one."""
+        return self.config != paths.default_config_file()
 
     @property
     def state(self) -> paths.StateDir:

@@ -120,7 +120,12 @@ def logs(
         try:
             log = Log(path)
         except OSError as error:
-            raise TqdError(f"there is no log of {name} yet ({path}): {error.strerror}") from error
+            if isinstance(error, FileNotFoundError):
+                raise TqdError(
+                    f"{name} has written no log yet ({path})",
+                    hint=f"`tqd status {name}` says whether it was ever started",
+                ) from error
+            raise TqdError(f"the log of {name} cannot be read: {path}: {error.strerror}") from error
         with log:
             _write(_chosen(log, lines, since))
             for data in log.follow() if following else ():
@@ -156,8 +161,7 @@ def diff(settings: Settings, as_json: bool) -> None:
 def _server(document: Document, name: str) -> ServerStatus:
     servers = by_name(document)
     if name not in servers:
-        hint = f"one of {', '.join(servers)}" if servers else "there is none in servers.yaml"
-        raise UnknownServerError(f'no server is called "{name}"', hint=hint)
+        raise UnknownServerError.among(servers, name, document["config"]["state"])
     return servers[name]
 
 

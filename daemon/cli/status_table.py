@@ -9,7 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from daemon.cli.waiting import RETRY_HINT, failure, reason, rolled_back
+from daemon.cli.tables import ratio
+from daemon.cli.waiting import RETRY_HINT, failure, place, reason, rolled_back
 from daemon.ops.document import ConfigSection, Document, MachineMemory, Memory, ServerStatus
 from daemon.units import format_size
 
@@ -38,11 +39,15 @@ def _overview(document: Document) -> Iterator[RenderableType]:
     for server in document["servers"]:
         if server["state"] in ("failed", "blocked", "backoff"):
             yield Text(f"\n{reason(server)}", style=_STYLES[server["state"]])
-            hint = server["hint"] or f"`tqd status {server['name']}` shows its last lines"
-            yield Text(f"  hint: {hint}", style="dim")
+            hint = server["hint"] or f"`tqd logs {server['name']}` shows what it wrote"
+            yield _hint(hint)
     if memory := document["memory"]:
         yield _machine(memory)
     yield from _notes(document)
+
+
+def _hint(hint: str) -> Text:
+    return Text(f"  hint: {hint}", style="dim")
 
 
 def detail(server: ServerStatus, document: Document) -> RenderableType:
@@ -101,6 +106,7 @@ def _config_notes(config: ConfigSection) -> Iterator[RenderableType]:
     match config["state"]:
         case "rejected":
             yield Text(f"\n{config['path']} was rejected; what runs is unchanged", style="red")
+            yield _hint("it is read again when it is saved, or with `tqd reload`")
         case "stale":
             yield Text(
                 f"\n{config['path']} is broken; the last good configuration runs", style="red"
@@ -111,13 +117,12 @@ def _config_notes(config: ConfigSection) -> Iterator[RenderableType]:
             pass
     for divergent in config["divergent"]:
         yield Text(f"\n{rolled_back(divergent)}", style="red")
-        yield Text(f"  hint: {RETRY_HINT.format(divergent['server'])}", style="dim")
+        yield _hint(RETRY_HINT.format(divergent["server"]))
     for step in config["pending"]:
         yield Text(f"  {step}")
     for problem in config["errors"]:
-        place = f"{problem['file']}:{problem['line']}:{problem['col']}"
         where = f"{problem['path']}: " if problem["path"] else ""
-        yield Text(f"  {place}: {where}{problem['message']}")
+        yield Text(f"  {place(problem)}: {where}{problem['message']}")
         if problem["hint"]:
             yield Text(f"    hint: {problem['hint']}", style="dim")
 
@@ -130,6 +135,8 @@ def _facts(server: ServerStatus) -> Iterator[RenderableType]:
     yield table
     if server["state"] in ("failed", "blocked", "backoff"):
         yield Text(f"\n{failure(server)}", style=_STYLES[server["state"]])
+        if server["hint"]:
+            yield _hint(server["hint"])
 
 
 def _fact_rows(server: ServerStatus) -> Iterator[tuple[str, str]]:
@@ -191,7 +198,7 @@ def _layers(server: ServerStatus) -> Iterator[RenderableType]:
         return
     cost = f"{kv['bytes_per_token']:,.0f} bytes per token"
     if kv["compression"] is not None:
-        cost += f", {kv['compression']:.2f}x smaller than at 16 bits"
+        cost += f", {ratio(kv['compression'])} at 16 bits"
     yield Text(f"\nKV cache: {kv['summary']}; {cost} ({kv['backend']})")
     yield Text(f"calibration: {kv['calibration']}")
     for warning in kv["warnings"]:

@@ -34,6 +34,15 @@ def console() -> Console:
     return Console(width=width, markup=False, highlight=False, emoji=False)
 
 
+def ratio(compression: float) -> str:
+    """Return how a size compares with another that is *compression* times it, ready for that other's name."""
+    if f"{compression:.2f}" == "1.00":
+        return "as large as"
+    if compression > 1:
+        return f"{compression:.2f}x smaller than"
+    return f"{1 / compression:.2f}x larger than"
+
+
 def print_report(report: Report) -> None:
     """Print what `tqd check` found."""
     out = console()
@@ -65,8 +74,6 @@ def _server(server: ServerReport) -> Iterator[RenderableType]:
         yield _line(_sizes(server))
         if server.claim is not None:
             yield _line(_plan(server, server.claim))
-    if server.allowlist:
-        yield _line(f"4-bit keys allowed: {server.allowlist}", "dim")
     for warning in server.warnings:
         yield _line(f"note: {warning}", "yellow")
 
@@ -92,7 +99,7 @@ def _sizes(server: ServerReport) -> str:
     parts = []
     if server.bytes_per_token and server.bytes_per_token_fp16:
         parts.append(
-            f"{format_size(server.bytes_per_token)} per token ({server.compression:.2f}x smaller than "
+            f"{format_size(server.bytes_per_token)} per token ({ratio(server.compression or 1.0)} "
             f"{format_size(server.bytes_per_token_fp16)} at 16 bits)"
         )
     else:

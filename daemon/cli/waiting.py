@@ -11,7 +11,7 @@ from typing import Literal
 from rich.console import Console
 
 from daemon.errors import InProgressError, TqdError
-from daemon.ops.document import DivergentStatus, Document, ServerStatus
+from daemon.ops.document import DivergentStatus, Document, ProblemStatus, ServerStatus
 from daemon.supervisor.client import Client
 from daemon.supervisor.messages import Action
 
@@ -25,7 +25,8 @@ def wait(client: Client, action: Action, before: Mapping[str, int], timeout_s: f
     """Return once every server of *before* (name → launch at the time of asking) is where *action* leads.
 
     Raises:
-        TqdError: a server cannot get there; says why, with its last lines of output.
+        TqdError: a server cannot get there, and no other is still on its way; says why, with its last
+            lines of output.
         InProgressError: the time is up, and it still goes on.
     """
     until = time.monotonic() + timeout_s
@@ -39,13 +40,17 @@ def wait(client: Client, action: Action, before: Mapping[str, int], timeout_s: f
             if gone:
                 raise TqdError(f"{', '.join(gone)} is no longer in servers.yaml")
             failed = [servers[name] for name, it in outcomes.items() if it == "failed"]
-            if failed:
-                raise TqdError("\n".join(map(failure, failed)), hint=_hint(failed))
             waiting = [name for name, it in outcomes.items() if it == "waiting"]
+            late = time.monotonic() >= until
+            if failed and (late or not waiting):
+                still = [f"{name} is still {servers[name]['state']}" for name in waiting]
+                raise TqdError(
+                    "; ".join(["\n".join(map(failure, failed)), *still]), hint=_hint(failed)
+                )
             if not waiting:
                 return
-            progress.show([servers[name] for name in waiting])
-            if time.monotonic() >= until:
+            progress.show([servers[name] for name in (*(it["name"] for it in failed), *waiting)])
+            if late:
                 states = ", ".join(f"{name} is {servers[name]['state']}" for name in waiting)
                 raise InProgressError(
                     f"not done after {timeout_s:.0f} s: {states}",
@@ -104,7 +109,7 @@ def reason(server: ServerStatus) -> str:
 def failure(server: ServerStatus) -> str:
     """Return why *server* does not run, with the last lines that its worker wrote."""
     last = server["last_exit"]
-    if server["state"] != "failed" or last is None:
+    if server["state"] not in ("failed", "backoff") or last is None:
         return reason(server)
     lines = [line for written in last["tail"] for line in _readable(written)]
     return "\n  ".join([reason(server), *lines])
@@ -121,6 +126,13 @@ def _readable(line: str) -> list[str]:
     moment = entry.pop("timestamp", "")
     fields = " ".join(f"{key}={value}" for key, value in entry.items())
     return [f"{moment} {level} {event} {fields}".strip(), *(f"  {part}" for part in traceback)]
+
+
+def place(problem: ProblemStatus) -> str:
+    """Return where *problem* is; one of the whole file has no line."""
+    if not problem["line"]:
+        return problem["file"]
+    return f"{problem['file']}:{problem['line']}:{problem['col']}"
 
 
 def by_name(document: Document) -> dict[str, ServerStatus]:

@@ -158,7 +158,11 @@ class _Run:
             if asked.line:
                 self._problems.add(asked, "include", f"the included file: {error}")
             else:
-                hint = "`tqd init` writes one" if not path.exists() else None
+                hint = (
+                    "put it back, or name another with -c; `tqd init` writes a first one"
+                    if not path.exists()
+                    else None
+                )
                 self._problems.add(asked, "", str(error), hint)
             return None
         passed_over: list[Problem] = []

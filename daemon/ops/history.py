@@ -19,7 +19,7 @@ from daemon.ops.status import moment, problem_status
 from daemon.supervisor.files import read_json, write_private
 from daemon.supervisor.plan import Fleet
 from daemon.supervisor.reload import Conclusion
-from daemon.supervisor.server import Server
+from daemon.supervisor.server import Cause, Server
 
 TRANSITIONS = 20  # of each server: a whole crash loop with its end
 RELOADS = 20
@@ -134,17 +134,32 @@ class History:
 
 
 def changes(before: Fleet, after: Fleet) -> Iterator[tuple[str, Change]]:
-    """Yield every server whose state, or the reason for it, is another one in *after*."""
+    """Yield every server whose state, or the reason for it, is another one in *after*, or that was rolled back."""
     for name, server in after.servers.items():
         earlier = before.servers.get(name)
         if earlier is server:
             continue
-        if earlier is None or earlier.state is not server.state or _code(earlier) != _code(server):
+        if (
+            earlier is None
+            or earlier.state is not server.state
+            or _code(earlier) != _code(server)
+            or _rolled_back(earlier, server) is not None
+        ):
             yield name, _change(earlier, server)
 
 
+def _rolled_back(before: Server | None, after: Server) -> Cause | None:
+    """Return why *after* went back to its previous section just now; None when it did not."""
+    divergence = after.divergence
+    if divergence is None or (before is not None and divergence is before.divergence):
+        return None
+    why = divergence.cause
+    message = f"went back to its previous section; the new one did not become ready: {why.message}"
+    return Cause(why.code, message, why.hint)
+
+
 def _change(before: Server | None, after: Server) -> Change:
-    cause = after.cause
+    cause = after.cause or _rolled_back(before, after)
     worker = after.worker or (before.worker if before else None)
     ended = before is not None and after.last_exit is not before.last_exit
     return {

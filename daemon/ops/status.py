@@ -372,8 +372,8 @@ def _requests(server: Server, report: Report | None) -> Requests | None:
         return None
     now = report.snapshot
     return {
-        "running": now.running,
-        "waiting": now.waiting,
+        "running": now.running if server.worker else 0,
+        "waiting": now.waiting if server.worker else 0,
         "capacity": server.spec.max_concurrent,
         "total": now.requests_total,
         "errors": now.errors_total,

@@ -162,8 +162,7 @@ class DaemonCommands:
             return [server for server in known.values() if server.spec.enabled]
         for name in names:
             if name not in known:
-                hint = f"one of {', '.join(known)}" if known else "there is none in servers.yaml"
-                raise UnknownServerError(f'no server is called "{name}"', hint=hint)
+                raise UnknownServerError.among(known, name, self._configuration.status.state)
             if action != "stop" and not known[name].spec.enabled:
                 raise ConfigError([self._disabled(name)])
         return [known[name] for name in dict.fromkeys(names)]

@@ -34,6 +34,11 @@ def event(name: EventName, data: Mapping[str, object]) -> EventJson:
             ["servers.yaml: rejected; what runs is unchanged", "    /s.yaml:3:5: servers.a: bad", "      hint: good"],
         ),
         (
+            "config.reloaded",
+            {"result": "rejected", "steps": [], "errors": [PROBLEM | {"line": 0, "col": 0, "path": ""}]},
+            ["servers.yaml: rejected; what runs is unchanged", "    /s.yaml: bad", "      hint: good"],
+        ),
+        (
             "config.pending",
             {"steps": ["stop chat"]},
             ["servers.yaml: has changes that `tqd reload` applies", "    stop chat"],

@@ -72,3 +72,4 @@ def test_a_server_without_a_log_is_named_with_the_place_it_would_have(
     missing = run("chat")
     assert missing.exit_code == 1
     assert str(state.server_log("chat")) in missing.stderr
+    assert "hint: `tqd status chat`" in missing.stderr

@@ -47,6 +47,35 @@ def test_a_server_that_left_the_file_has_been_stopped() -> None:
     assert outcome("start", None, 1) == "failed"
 
 
+class Several(Client):
+    """A daemon whose servers are in other states at each look."""
+
+    def __init__(self, *looks: Sequence[ServerStatus]) -> None:
+        self._looks = list(looks)
+
+    def status(self) -> Any:
+        found = self._looks.pop(0) if len(self._looks) > 1 else self._looks[0]
+        return {"servers": found, "config": {"divergent": []}}
+
+
+def test_a_failure_is_told_once_no_other_server_is_on_its_way(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    blocked = server("blocked", name="code", reason="there is no such folder", hint="name another")
+    client = Several([blocked, server("loading")], [blocked, server("ready")])
+    with pytest.raises(TqdError, match=r"^code is blocked: there is no such folder") as error:
+        wait(client, "start", {"code": 0, "chat": 0}, 10)
+    assert error.value.hint == "name another"
+    assert capsys.readouterr().err == "code blocked, chat loading\n"
+
+
+def test_a_failure_is_told_when_the_time_is_up_for_another() -> None:
+    blocked = server("blocked", name="code")
+    with pytest.raises(TqdError, match="code is blocked; chat is still loading") as error:
+        wait(Several([blocked, server("loading")]), "start", {"code": 0, "chat": 0}, 0)
+    assert error.value.exit_code == 1
+
+
 class Script(Client):
     """A daemon whose server goes through the given states, one for each look."""
 
@@ -96,6 +125,11 @@ def test_a_server_that_went_back_to_its_previous_section_is_no_success() -> None
 
 def test_a_start_of_what_runs_rolled_back_already_is_done() -> None:
     wait(Script(server("ready", 1), divergent=[ROLLED_BACK]), "start", {"chat": 1}, 10)
+
+
+def test_a_server_that_will_be_tried_again_shows_its_last_lines_too() -> None:
+    last = {"code": 1, "tail": ["RuntimeError: no"]}
+    assert failure(server("backoff", last_exit=last)) == "chat is backoff\n  RuntimeError: no"
 
 
 def test_a_signal_is_told_as_one() -> None:

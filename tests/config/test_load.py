@@ -270,8 +270,8 @@ def test_no_content_of_a_policy_file_breaks_the_loader(write: Write, content: by
 def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
     error = refused(tmp_path / "servers.yaml")
     assert (
-        str(error)
-        == f"{tmp_path / 'servers.yaml'}: there is no such file\n  hint: `tqd init` writes one"
+        str(error) == f"{tmp_path / 'servers.yaml'}: there is no such file\n"
+        "  hint: put it back, or name another with -c; `tqd init` writes a first one"
     )
     assert tmp_path / "servers.yaml" in error.watched
 

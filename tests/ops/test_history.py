@@ -12,7 +12,7 @@ from daemon.ops.history import RELOADS, TRANSITIONS, History
 from daemon.ops.status import View
 from daemon.supervisor.plan import Fleet
 from daemon.supervisor.reload import Conclusion
-from daemon.supervisor.server import Cause, LastExit, Server, State
+from daemon.supervisor.server import Cause, Divergence, LastExit, Section, Server, State
 
 PROBLEM = Problem("/etc/servers.yaml", 3, 5, "servers.a", "bad", "good")
 
@@ -52,6 +52,26 @@ def test_a_change_of_state_is_kept_and_told_with_its_reason_launch_and_pid(
     }  # fmt: skip
     assert log.after(2).events[0]["data"] == {"server": "chat", **change}
     assert history.server("chat")[-1] == {"at": "2026-11-29T00:00:00.000Z", **change}
+
+
+def test_a_server_that_goes_back_to_its_previous_section_says_so_though_its_state_stays(
+    history: History, log: EventLog, view: View
+) -> None:
+    before = replace(view.fleet.servers["chat"], state=State.STARTING, cause=None)
+    section = Section(before.spec, before.spec_hash, before.claim)
+    after = replace(before, divergence=Divergence(section, Cause("crashed", "exited with 1"), 9.0))
+    history.fleet_changed(fleet(), fleet(before))
+    history.fleet_changed(fleet(before), fleet(after))
+    history.fleet_changed(fleet(after), fleet(replace(after, since=10.0)))
+
+    assert len(names(log)) == 3
+    change = history.server("chat")[-1]
+    assert (change["from"], change["to"], change["reason_code"]) == (
+        "starting", "starting", "crashed",
+    )  # fmt: skip
+    assert change["reason"] == (
+        "went back to its previous section; the new one did not become ready: exited with 1"
+    )
 
 
 def test_a_heartbeat_is_no_change_but_another_reason_for_the_same_state_is(

@@ -69,7 +69,9 @@ def test_what_a_dead_worker_last_said_stays_but_not_beside_a_new_one(view: View)
     chat = view.fleet.servers["chat"]
     dead = replace(chat, worker=None, state=State.BACKOFF)
     gone = replace(view, fleet=Fleet("b", {"chat": dead}))
-    assert by_name(document(gone))["chat"]["requests"] is not None
+    last = by_name(document(gone))["chat"]["requests"]
+    assert last is not None
+    assert (last["running"], last["waiting"], last["total"]) == (0, 0, 9)
 
     old = Report(6, view.reports["chat"].ready, view.reports["chat"].snapshot, 1.0)
     later = replace(view, reports={"chat": old})
