@@ -124,3 +124,8 @@ class PolicyError(TqdError):
     def __init__(self, path: str, message: str, *, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.path = path
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what *error* says, or its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

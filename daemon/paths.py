@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import platformdirs
@@ -72,7 +73,7 @@ class StateDir:
 
     def server_log(self, name: str, log_dir: Path | None = None) -> Path:
         """The log file of one server."""
-        return (log_dir or self.root / "logs" / "servers") / f"{name}.log"
+        return _log(self.root, log_dir, name)
 
     @property
     def socket(self) -> Path:
@@ -83,6 +84,11 @@ class StateDir:
         base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()  # noqa: TID251 - paths
         digest = hashlib.sha256(os.fsencode(self.root)).hexdigest()[:16]
         return Path(base) / f"tqd-{os.getuid()}-{digest}" / "tqd.sock"
+
+
+@lru_cache(maxsize=1024)  # every status asks for that of every server
+def _log(root: Path, log_dir: Path | None, name: str) -> Path:
+    return (log_dir or root / "logs" / "servers") / f"{name}.log"
 
 
 def state_dir(override: str | os.PathLike[str] | None = None) -> StateDir:

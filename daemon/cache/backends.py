@@ -1,8 +1,9 @@
-"""Which kernels attend in each layer of a model: decided at load, from what the layers really ask for."""
+"""Which kernels attend and pack in each layer of a model: decided at load, from what the layers really ask for."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -10,13 +11,24 @@ import mlx.core as mx
 from daemon.cache.build import EXACT, CacheFactory, parts
 from daemon.cache.latent import LatentCache
 from daemon.cache.sequence import SequenceCache
-from daemon.kernels import reference
-from daemon.kernels.attention import Attention, Choice
+from daemon.kernels import encode, reference
+from daemon.kernels.attention import Attention
+from daemon.kernels.backend import Choice
 from daemon.kernels.case import Case
 from daemon.kernels.stored import Stored
 
-MLX = Choice("mlx")
 _LATENT = Choice("reference", "there are no kernels for packed latents")
+
+
+@dataclass(frozen=True, slots=True)
+class Backends:
+    """What attends to a layer, and what packs its tokens."""
+
+    attention: Choice
+    packing: Choice
+
+
+MLX = Backends(Choice("mlx"), Choice("mlx"))
 
 
 class _Watch:
@@ -36,8 +48,8 @@ class _Watch:
         return reference.attend(queries, stored, scale, mask, sinks)
 
 
-def choices(model: Any, factory: CacheFactory, attention: Attention) -> tuple[Choice, ...]:
-    """Return what runs one sequence's decode step in each slot of *factory*; kernels prove themselves on the way.
+def choices(model: Any, factory: CacheFactory, attention: Attention) -> tuple[Backends, ...]:
+    """Return what serves one sequence in each slot of *factory*, as it is decoded; kernels prove themselves on the way.
 
     Where nothing is packed, MLX's own attention does. Only the model's graph is built, nothing of it is computed.
     """
@@ -56,13 +68,16 @@ def choices(model: Any, factory: CacheFactory, attention: Attention) -> tuple[Ch
     )
 
 
-def _choice(caches: Sequence[Any], case: Case | None, attention: Attention) -> Choice:
+def _choice(caches: Sequence[Any], case: Case | None, attention: Attention) -> Backends:
     packed = [
         cache for cache in caches if isinstance(cache, SequenceCache) and cache.row.scheme != EXACT
     ]
     if not packed:
         return MLX
+    layout = packed[0].row.layout
+    assert layout is not None, "a cache that nothing was put into"
+    packing = encode.choice(layout)
     if isinstance(packed[0], LatentCache):
-        return _LATENT
+        return Backends(_LATENT, packing)
     assert case is not None, "a cache that nothing attends to"
-    return attention.choice(case)
+    return Backends(attention.choice(case), packing)

@@ -20,14 +20,15 @@ from daemon.cache.alone import alone
 from daemon.cache.latent import BatchLatentCache, LatentCache
 from daemon.cache.row import Row
 from daemon.cache.sequence import BatchCache, SequenceCache
+from daemon.errors import first_line
 from daemon.kernels.attention import REFERENCE
 from daemon.kernels.case import Attend
 from daemon.kernels.keys import KeyTransform
 from daemon.kernels.packing import TILE
 from daemon.policy.architecture import LayerKind
-from daemon.policy.resolve import LayerPlan
+from daemon.policy.resolved import LayerPlan
 from daemon.policy.rules import Batching
-from daemon.policy.schemes import REFERENCE_BITS, SCHEMES, Scheme
+from daemon.policy.schemes import SCHEMES, Scheme
 
 PROBE_TOKENS = 6
 PROBE_SINKS = 4
@@ -357,12 +358,8 @@ def _failure(model: Any, factory: CacheFactory, expected: mx.array) -> str | Non
         if not mx.all(mx.isfinite(packed)).item():
             return "packed keys and values gave infinite logits"
     except Exception as error:  # noqa: BLE001 - whatever a model's own code raises on a view means "not with this model"
-        return f"its code needs plain keys and values ({type(error).__name__}: {_one_line(error)})"
+        return f"its code needs plain keys and values ({type(error).__name__}: {first_line(error)})"
     return None
-
-
-def _one_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 def _relative_difference(got: mx.array, expected: mx.array) -> float:
@@ -380,32 +377,6 @@ def _two_passes(model: Any, caches: Caches, prefill: int, vocab_size: int) -> mx
     return logits
 
 
-@dataclass(frozen=True, slots=True)
-class BytesPerToken:
-    """Bytes that one more token costs once it is packed, over all layers that keep every token."""
-
-    effective: float
-    fp16: float
-
-
-def measure(model: Any, factory: CacheFactory, vocab_size: int) -> BytesPerToken:
-    """Measure the bytes of a stored token on real buffers, layer by layer, and the same in a 16-bit cache."""
-    caches = factory()
-    model(mx.zeros((1, PROBE_TOKENS), dtype=mx.int32) % vocab_size, cache=caches)
-    effective = fp16 = 0.0
-    for cache in parts(caches):
-        if isinstance(cache, SequenceCache) and cache.row.token_budget is None:
-            (n_heads, dim_k), (_, dim_v) = cache.row.shapes()
-            dtype = getattr(mx, cache.row.dtype)
-            effective += packed_bytes_per_token(cache.row, n_heads, dim_k, dim_v, dtype)
-            fp16 += n_heads * (dim_k + dim_v) * REFERENCE_BITS / 8
-        elif isinstance(cache, KVCache) and cache.keys is not None:
-            for side in (cache.keys, cache.values):
-                effective += side.nbytes / side.shape[2]
-                fp16 += side.size / side.shape[2] * REFERENCE_BITS / 8
-    return BytesPerToken(effective, fp16)
-
-
 def parts(caches: Sequence[Any]) -> Iterator[Any]:
     """Yield every cache, those inside composite ones included."""
     for cache in caches:
@@ -413,26 +384,3 @@ def parts(caches: Sequence[Any]) -> Iterator[Any]:
             yield from parts(cache.caches)
         else:
             yield cache
-
-
-def packed_bytes_per_token(
-    row: Row, n_heads: int, dim_k: int, dim_v: int, dtype: mx.Dtype
-) -> float:
-    """Return the bytes by which a row like *row* grows per token, between two lengths that are whole folds apart.
-
-    *dtype* is that of tokens in full precision.
-    """
-    scratch = row.fresh()
-    folds = 16 * row.fold_tokens
-    # past the sinks, and both lengths leave the same tail
-    first = -(-row.sink_tokens // row.fold_tokens) * row.fold_tokens + row.tail_tokens + folds
-    used = []
-    for tokens in (first, folds):
-        scratch.append(
-            mx.zeros((n_heads, tokens, dim_k), dtype=dtype),
-            mx.zeros((n_heads, tokens, dim_v), dtype=dtype),
-        )
-        scratch.pack()
-        used.append((scratch.used_bytes, scratch.packed_tokens))
-    (bytes_before, tokens_before), (bytes_after, tokens_after) = used
-    return (bytes_after - bytes_before) / (tokens_after - tokens_before)

@@ -15,7 +15,9 @@ from daemon.errors import PolicyError
 from daemon.kernels.attention import on_this_device
 from daemon.policy.architecture import Architecture, LayerKind, read_architecture
 from daemon.policy.evidence import allowance
-from daemon.policy.resolve import LayerPlan, ResolvedPolicy, request, resolve, summarize
+from daemon.policy.request import request
+from daemon.policy.resolve import resolve
+from daemon.policy.resolved import LayerPlan, ResolvedPolicy, summarize
 from daemon.policy.schemes import UnknownSchemeError, parse_scheme
 from daemon.policy.spec import KvSpec
 from daemon.policy.store import load_allowlist, load_policies

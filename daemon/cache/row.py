@@ -82,6 +82,11 @@ class Row:
         self._k = FullPrecision(scheme.k, sink_tokens)
         self._v = FullPrecision(scheme.v, sink_tokens)
 
+    @property
+    def layout(self) -> TileLayout | None:
+        """The layout of its tiles; None before the first token."""
+        return self._layout
+
     def fresh(self) -> Row:
         """Return an empty row with the same policy."""
         return Row(

@@ -20,7 +20,7 @@ from daemon.errors import PolicyError, TqdError
 from daemon.paths import StateDir
 from daemon.policy import evidence
 from daemon.policy.advise import advise as advice_for
-from daemon.policy.resolve import request
+from daemon.policy.request import request
 from daemon.policy.rules import AllowEntry
 from daemon.policy.schemes import TURBO4, UnknownSchemeError, parse_scheme
 from daemon.policy.spec import KvSpec, NamedPolicy

@@ -17,7 +17,7 @@ import psutil
 from pydantic import ValidationError
 
 from daemon.cli.findings import Finding, Scene
-from daemon.config.context import MlxContext
+from daemon.config.context import MlxContext, installed
 from daemon.config.machine import memory_bytes
 from daemon.paths import hf_hub_dir
 from daemon.supervisor.environment import (
@@ -34,17 +34,6 @@ LITTLE_SPACE = 5 * 2**30  # bytes; a model would not fit
 NO_SPACE = 200 * 2**20  # bytes; logs and state files may not
 FEW_FILES = 1024  # open files; each request takes one, each server a few
 
-PACKAGES = (
-    "tqd",
-    "mlx",
-    "mlx-lm",
-    "mlx-metal",
-    "mlx-cpu",
-    "mlx-cuda-12",
-    "mlx-cuda-13",
-    "transformers",
-)
-
 
 def machine(scene: Scene) -> Iterator[Finding]:
     """Yield what there is to say about the machine, before anything is served on it."""
@@ -58,13 +47,7 @@ def machine(scene: Scene) -> Iterator[Finding]:
 
 def versions() -> dict[str, str]:
     """Return the versions of what matters here, those that are installed."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return {"python": platform.python_version(), **installed()}
 
 
 def misfits(installed: Mapping[str, str], requirements: list[str]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from daemon.config.prepare import Prepared, PreparedServer
 from daemon.policy.claim import Claim
-from daemon.policy.resolve import LayerGroup
+from daemon.policy.resolved import LayerGroup
 from daemon.supervisor import memory
 
 State = Literal["ok", "disabled", "unresolved", "no weights", "blocked"]

@@ -16,7 +16,7 @@ from daemon.units import format_size
 if TYPE_CHECKING:  # reading a configuration is slow to import, and `tqd status` needs none of it
     from daemon.cli.report import MemoryReport, Report, ServerReport
     from daemon.policy.claim import Claim
-    from daemon.policy.resolve import LayerGroup
+    from daemon.policy.resolved import LayerGroup
 
 _PIPED_WIDTH = 200  # columns where no terminal says its own
 _STYLES = {

@@ -1,8 +1,33 @@
-"""What `tqd doctor` hears from the process that tries MLX out in the place of a worker."""
+"""What MLX computes with here: the versions, and what a process says that tries it out in the place of a worker."""
 
 from __future__ import annotations
 
+import importlib.metadata
+from collections.abc import Iterable
+
 from pydantic import BaseModel, ConfigDict
+
+PACKAGES = (
+    "tqd",
+    "mlx",
+    "mlx-lm",
+    "mlx-metal",
+    "mlx-cpu",
+    "mlx-cuda-12",
+    "mlx-cuda-13",
+    "transformers",
+)
+
+
+def installed(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Return the versions of those *packages* that this interpreter has."""
+    found = {}
+    for name in packages:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 class MlxContext(BaseModel):

@@ -36,7 +36,9 @@ from daemon.policy.architecture import Architecture, read_architecture
 from daemon.policy.budget import KvCost, kv_bytes, kv_cost, longest_context
 from daemon.policy.claim import Claim, Sizing
 from daemon.policy.evidence import allowance, fewest_key_bits
-from daemon.policy.resolve import ResolvedPolicy, request, resolve
+from daemon.policy.request import request
+from daemon.policy.resolve import resolve
+from daemon.policy.resolved import ResolvedPolicy
 from daemon.policy.rules import AllowEntry
 from daemon.policy.spec import KvRequest
 from daemon.policy.store import load_allowlist

@@ -110,6 +110,9 @@ class KvReport(Message):
     tail_tokens: int
     calibration: str = Field("none", description="where the statistics of the keys come from")
     backend: str = Field(description="which attention runs; several where layers differ")
+    packing_backend: str = Field(
+        "mlx", description="what packs tokens: reference | metal | cuda | mlx"
+    )
     bytes_per_token: float = Field(description="measured on real buffers of packed tokens")
     bytes_per_token_fp16: float = Field(description="the same layers in a 16-bit cache")
 

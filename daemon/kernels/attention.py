@@ -1,50 +1,29 @@
 """The one entry to attention over stored keys and values, and the choice of what runs it.
 
-The device decides which fused kernels there are: Metal's, CUDA's, or blocks of plain operations on a CPU. They run a case only after
-they have agreed with the reference on it, on this device, in this process; whatever they refuse or get
-wrong goes to the reference, and the choice remembers why.
+The device decides which fused kernels there are: Metal's, CUDA's, or blocks of plain operations on a CPU.
+They run a case only after they have agreed with the reference on it, on this device, in this process;
+whatever they refuse or get wrong goes to the reference, and the choice remembers why.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from dataclasses import dataclass
-from functools import cache
-from typing import Literal, Protocol, cast
+from functools import cache, partial
+from typing import Protocol
 
 import mlx.core as mx
 
-from daemon.kernels import cpu, prompt, proof, reference
+from daemon.kernels import cpu, cuda, metal, prompt, proof, reference
+from daemon.kernels.backend import Backend, Choice, backend_of_device, choose
 from daemon.kernels.case import Attend, Case
 from daemon.kernels.stored import Stored
 
-Backend = Literal["reference", "cpu", "metal", "cuda", "mlx"]
-
 
 class Kernels(Attend, Protocol):
-    """A device's fused kernels: the modules `daemon.kernels.metal` and `daemon.kernels.cuda`."""
+    """A device's fused kernels: `daemon.kernels.cpu`, `metal` and `cuda`."""
 
     def refusal(self, case: Case) -> str | None:
         """Return why these kernels cannot do *case*, in words for the status; None: they can."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What runs a case, and why not the device's kernels; *failed*: they should have been able to.
-
-    Where nothing is packed there is no case, and mlx runs by itself.
-    """
-
-    backend: Backend
-    reason: str | None = None
-    failed: bool = False
-
-    @property
-    def fused(self) -> bool:
-        """Whether the device's kernels run it."""
-        return self.backend != "reference"
 
 
 _REFERENCE = Choice("reference")
@@ -103,34 +82,11 @@ class Attention:
         return self._choices[case]
 
     def _choose(self, kernels: Kernels, case: Case) -> Choice:
-        refusal = kernels.refusal(case)
-        if refusal is not None:
-            return Choice("reference", refusal)
-        problem = proof.problem(kernels, case)
-        if problem is not None:
-            return Choice("reference", f"the {self._backend} kernels {problem}", failed=True)
-        return Choice(self._backend)
+        problem = partial(proof.problem, kernels, case)
+        return choose(self._backend, kernels.refusal(case), problem)
 
 
 REFERENCE = Attention()
-
-
-def backend_of(*, gpu: bool, metal: bool, cuda: bool) -> Backend:
-    """Return whose kernels fit a device: *gpu* is MLX's default, and MLX was built for *metal* or *cuda*."""
-    if not gpu:
-        return "cpu"
-    if metal:
-        return "metal"
-    return "cuda" if cuda else "reference"
-
-
-def backend_of_device() -> Backend:
-    """Return whose kernels fit MLX's default device."""
-    return backend_of(
-        gpu=mx.default_device() != mx.Device(mx.cpu),
-        metal=mx.metal.is_available(),
-        cuda=mx.cuda.is_available(),
-    )
 
 
 def on_this_device() -> Attention:
@@ -141,9 +97,12 @@ def on_this_device() -> Attention:
 @cache
 def _of(backend: Backend) -> Attention:
     """Return the attention of *backend*; one for the process, so that nothing is proved twice."""
-    if backend == "cpu":
-        return Attention(backend, cpu, prompts=prompt)
-    module = f"{__package__}.{backend}"
-    if backend == "reference" or importlib.util.find_spec(module) is None:
-        return REFERENCE
-    return Attention(backend, cast("Kernels", importlib.import_module(module)))
+    match backend:
+        case "cpu":
+            return Attention(backend, cpu, prompts=prompt)
+        case "metal":
+            return Attention(backend, metal)
+        case "cuda":
+            return Attention(backend, cuda)
+        case "reference" | "mlx":
+            return REFERENCE

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Protocol, cast
 
 import mlx.core as mx
 
+from daemon.errors import first_line
 from daemon.kernels import codec, cuda, metal, packing
-from daemon.kernels.attention import Backend, Choice, backend_of_device
+from daemon.kernels.backend import Backend, Choice, backend_of_device, choose
 from daemon.kernels.packing import TILE, Packed, TileLayout
 from daemon.kernels.rotation import Side
 from daemon.policy.schemes import Codec
@@ -124,27 +125,17 @@ def _encoder(backend: Backend) -> Encode:
             return encoded
 
 
-def _refusal(layout: TileLayout, backend: Backend) -> str | None:
-    match backend:
-        case "metal":
-            return metal.encoding_refusal(layout)
-        case "cuda":
-            return cuda.encoding_refusal(layout)
-        case "cpu" | "reference" | "mlx":
-            return None
-
-
 @cache
 def _choice(layout: TileLayout, backend: Backend) -> Choice:
-    refusal = _refusal(layout, backend)
-    if refusal is not None:
-        return Choice("reference", refusal)
-    if backend not in ("metal", "cuda"):
-        return Choice("reference")
-    problem = _problem(_encoder(backend), layout)
-    if problem is not None:
-        return Choice("reference", f"the {backend} kernels {problem}", failed=True)
-    return Choice(backend)
+    match backend:
+        case "metal":
+            problem = partial(_problem, metal.tiles, layout)
+            return choose(backend, metal.encoding_refusal(layout), problem)
+        case "cuda":
+            problem = partial(_problem, _on_cuda, layout)
+            return choose(backend, cuda.encoding_refusal(layout), problem)
+        case "cpu" | "reference" | "mlx":
+            return Choice("reference")
 
 
 def _problem(encode: Encode, layout: TileLayout) -> str | None:
@@ -167,6 +158,5 @@ def _problem(encode: Encode, layout: TileLayout) -> str | None:
             if not mx.allclose(ours[1], theirs[1], rtol=2e-2, atol=0).item():
                 return "disagree with the reference about scales on this device"
     except Exception as error:  # noqa: BLE001 - whatever a device's compiler or driver raises means "not here"
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        return f"fail to encode on this device ({type(error).__name__}: {first_line})"
+        return f"fail to encode on this device ({type(error).__name__}: {first_line(error)})"
     return None

@@ -8,6 +8,7 @@ from typing import cast
 
 import mlx.core as mx
 
+from daemon.errors import first_line
 from daemon.kernels import codec, packing, reference
 from daemon.kernels.case import Attend, Case
 from daemon.kernels.keys import KeyTransform, Rotary
@@ -57,8 +58,7 @@ def _problem(kernels: Attend, case: Case, seed: int) -> str | None:
     try:
         got = given.run(kernels)
     except Exception as error:  # noqa: BLE001 - whatever a device's compiler or driver raises means "not here"
-        first = (str(error).strip().splitlines() or [""])[0]
-        return f"fail on this device ({type(error).__name__}: {first})"
+        return f"fail on this device ({type(error).__name__}: {first_line(error)})"
     if (got.shape, got.dtype) != (expected.shape, expected.dtype):
         return f"return {got.dtype}{got.shape} instead of {expected.dtype}{expected.shape}"
     got, expected = got.astype(mx.float32), expected.astype(mx.float32)

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import sys
 import time
 
 import mlx.core as mx
 
-from daemon.config.context import MlxContext
+from daemon.config.context import MlxContext, installed
+from daemon.worker.probe import default_device
 
 _SIZE = 512
-_PACKAGES = (
-    "tqd",
-    "mlx",
-    "mlx-lm",
-    "mlx-metal",
-    "mlx-cpu",
-    "mlx-cuda-12",
-    "mlx-cuda-13",
-    "transformers",
-)
 
 
 def examine() -> MlxContext:
@@ -33,29 +23,14 @@ def examine() -> MlxContext:
     product = a @ identity
     mx.eval(product)
     multiply_ms = (time.perf_counter() - started) * 1000
-    info = mx.device_info()
-    kind = _kind()
-    memory = info.get("max_recommended_working_set_size" if kind == "metal" else "total_memory")
+    device = default_device()
     return MlxContext(
-        device=kind,
-        device_name=str(info.get("device_name", kind)),
-        memory_bytes=int(memory) if memory and kind != "cpu" else None,
+        device=device["device"],
+        device_name=device["name"],
+        memory_bytes=device["memory_bytes"],
         multiply_ms=round(multiply_ms, 3),
         correct=bool(mx.array_equal(product, a)),
-        versions={name: version for name in _PACKAGES if (version := _version(name))},
+        versions=installed(),
         python=platform.python_version(),
         executable=sys.executable,
     )
-
-
-def _kind() -> str:
-    if mx.default_device() == mx.Device(mx.cpu):
-        return "cpu"
-    return "metal" if mx.metal.is_available() else "cuda"
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -31,13 +31,13 @@ from daemon.config.evaluation import (
     Served,
 )
 from daemon.config.locate import read_config
-from daemon.errors import PolicyError, TqdError
+from daemon.errors import PolicyError, TqdError, first_line
 from daemon.kernels.attention import on_this_device
 from daemon.measure import divergence, footprint, needle, serving, texts
 from daemon.measure.divergence import MakeRow, Scores, Window
 from daemon.measure.texts import Passage
 from daemon.policy.architecture import Architecture, read_architecture
-from daemon.policy.resolve import ResolvedPolicy, summarize
+from daemon.policy.resolved import ResolvedPolicy, summarize
 from daemon.policy.schemes import REFERENCE_BITS, SCHEMES
 from daemon.worker.caches import Subject, put_in_force
 
@@ -130,10 +130,8 @@ def load(folder: Path, *, fingerprint: str | None = None, profiles: Path | None 
     try:
         model, tokenizer = load_mlx_lm(str(folder))[:2]
     except (Exception, SystemExit) as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise TqdError(
-            f"mlx-lm cannot load {folder}: {first}", hint="download or convert the model again"
-        ) from error
+        said = f"mlx-lm cannot load {folder}: {first_line(error)}"
+        raise TqdError(said, hint="download or convert the model again") from error
     vocab_size: int = model(mx.array([[0]])).shape[-1]  # nothing is computed for a shape
     return Subject(folder.name, model, tokenizer, architecture, vocab_size, fingerprint, profiles)
 

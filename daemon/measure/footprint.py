@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache
 
-from daemon.cache.build import packed_bytes_per_token
+from daemon.cache.cost import packed_bytes_per_token
 from daemon.cache.row import Row
 from daemon.measure.divergence import PREFILL_CHUNK, MakeRow
 

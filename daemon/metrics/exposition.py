@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 from prometheus_client import Metric
@@ -15,6 +16,8 @@ from daemon.config.wire import Histogram
 from daemon.metrics.catalogue import FAMILIES
 
 _ORDER = {name: at for at, name in enumerate(FAMILIES)}
+_PART = 100  # series, which take a millisecond
+_END = b"# EOF\n"  # of a page in OpenMetrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +45,8 @@ class Page(Collector):
     def add_histogram(self, name: str, histogram: Histogram, **labels: str) -> None:
         """Add the series of one histogram; raises as `add` does."""
         metric = self._metric(name, labels)
-        bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
         totals = list(accumulate(histogram.counts))
-        for bound, total in zip(bounds, totals, strict=True):
+        for bound, total in zip(_written(histogram.bounds), totals, strict=True):
             metric.add_sample(f"{name}_bucket", {**labels, "le": bound}, total)
         metric.add_sample(f"{name}_count", labels, totals[-1])
         metric.add_sample(f"{name}_sum", labels, histogram.sum)
@@ -56,8 +58,17 @@ class Page(Collector):
 
     def render(self, accept: str) -> Exposition:
         """Return the page in the format that a client *accept*s: OpenMetrics, or Prometheus' text."""
-        encode, content_type = choose_encoder(accept)
-        return Exposition(encode(self), content_type)
+        return exposition(accept, self.parts(accept))
+
+    def parts(self, accept: str) -> Iterator[bytes]:
+        """Yield what `exposition` takes, some series at a time: a large page takes a while."""
+        encode, _ = choose_encoder(accept)
+        for metric in self.collect():
+            for start in range(0, len(metric.samples), _PART):
+                some = Metric(metric.name, metric.documentation, metric.type)
+                some.samples = metric.samples[start : start + _PART]
+                text = encode(_Alone(some)).removesuffix(_END)
+                yield text if start == 0 else text.split(b"\n", 2)[2]  # without HELP and TYPE
 
     def _metric(self, name: str, labels: dict[str, str]) -> Metric:
         metric = self._metrics.get(name)
@@ -70,3 +81,23 @@ class Page(Collector):
         if labels.keys() - {"server"} != set(FAMILIES[name].labels):
             raise ValueError(f"{name} has the labels {FAMILIES[name].labels}, not {tuple(labels)}")
         return metric
+
+
+@lru_cache  # every server has the same few
+def _written(bounds: tuple[float, ...]) -> tuple[str, ...]:
+    return (*map(floatToGoString, bounds), "+Inf")
+
+
+class _Alone(Collector):
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._metric
+
+
+def exposition(accept: str, parts: Iterable[bytes]) -> Exposition:
+    """Return the page whose `Page.parts` are *parts*."""
+    _, content_type = choose_encoder(accept)
+    end = _END if "openmetrics" in content_type else b""
+    return Exposition(b"".join(parts) + end, content_type)

@@ -230,6 +230,7 @@ class Kv(TypedDict):
     warnings: list[str]
     calibration: str | None
     backend: str | None
+    packing_backend: str | None
     bytes_per_token: float | None
     bytes_per_token_fp16: float | None
     compression: float | None

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import math
-import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
 from daemon.config.address import Endpoint, is_loopback
-from daemon.metrics.exposition import Page
+from daemon.metrics.exposition import Page, exposition
 from daemon.ops import dashboard
 from daemon.ops.applied import AppliedConfig
-from daemon.ops.document import Document, OpenRequests, ServerStatus
+from daemon.ops.document import OpenRequests, ServerStatus
 from daemon.ops.events import EventLog
 from daemon.ops.history import HistoryDocument, Transition
 from daemon.ops.stream import EventStream
+from daemon.ops.written import Written
 
 LONGEST_WAIT_S = 300.0
 WAIT_S = 30.0
+JSON = "application/json"
 
 
 class Source(Protocol):
     """Where the answers come from."""
 
-    def status(self) -> Document:
+    def status(self) -> Written:
         """Return the status document."""
 
     def server(self, name: str) -> ServerStatus | None:
@@ -50,8 +50,8 @@ class Source(Protocol):
     def server_history(self, name: str) -> Sequence[Transition]:
         """Return the last changes of server *name*."""
 
-    def metrics(self) -> Page:
-        """Return the metrics page."""
+    def metrics(self, page: Page) -> Iterator[None]:
+        """Fill the metrics page, a little at each step."""
 
 
 class _BadQueryError(Exception):
@@ -135,11 +135,11 @@ class StatusEndpoint:
     async def _status(self, request: web.Request) -> web.Response:
         if "wait" in request.query:
             await self._wait(_number(request, "wait", 0.0), _number(request, "timeout", WAIT_S))
-        document = self._source.status()
-        headers = {"ETag": _etag(document), "Cache-Control": "no-cache"}
-        if headers["ETag"] in request.headers.get("If-None-Match", ""):
+        written = self._source.status()
+        headers = {"ETag": written.etag, "Cache-Control": "no-cache"}
+        if written.etag in request.headers.get("If-None-Match", ""):
             return web.Response(status=304, headers=headers)
-        return web.json_response(document, headers=headers)
+        return web.Response(body=written.body, content_type=JSON, charset="utf-8", headers=headers)
 
     async def _wait(self, seq: float, timeout_s: float) -> None:
         """Wait for an event after number *seq*; one that is still to come is of an earlier daemon."""
@@ -187,24 +187,15 @@ class StatusEndpoint:
         return web.json_response(body, status=503 if unready else 200)
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        page, accept = self._source.metrics(), request.headers.get(hdrs.ACCEPT, "")
-        written = await asyncio.to_thread(page.render, accept)  # with many servers it takes a while
+        page, accept = Page(), request.headers.get(hdrs.ACCEPT, "")
+        parts = []
+        for _ in self._source.metrics(page):
+            await asyncio.sleep(0)  # with many servers it takes a while, and others ask meanwhile
+        for part in page.parts(accept):
+            parts.append(part)
+            await asyncio.sleep(0)
+        written = exposition(accept, parts)
         return web.Response(body=written.body, headers={hdrs.CONTENT_TYPE: written.content_type})
-
-
-def _etag(document: Document) -> str:
-    """Return what stays the same while nothing but ages has changed in *document*."""
-    ageless = {
-        **document,
-        "now": None,
-        "daemon": {**document["daemon"], "uptime_s": None},
-        "servers": [
-            {**it, "sampled_at": None, "health": {**it["health"], "heartbeat_age_s": None}}
-            for it in document["servers"]
-        ],
-    }
-    digest = zlib.crc32(json.dumps(ageless).encode())
-    return f'W/"{document["config"]["generation"]}-{document["seq"]}-{digest:08x}"'
 
 
 def _number(request: web.Request, name: str, default: float) -> float:

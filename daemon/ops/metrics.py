@@ -6,34 +6,28 @@ about a server stays when its worker is gone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import cast, get_args
+from collections.abc import Iterator
+from typing import get_args
 
 from daemon.metrics import worker as worker_series
 from daemon.metrics.exposition import Page
-from daemon.ops.document import Document, ServerStatus
-from daemon.ops.status import View, document
+from daemon.ops.status import View, footprint, in_sync, machine_memory
 from daemon.supervisor.counts import RestartReason
-from daemon.supervisor.server import Server, State
+from daemon.supervisor.server import Desired, Server, State
 
 FRESH_S = 5.0  # a worker pushes its numbers each second
 
-_MEMORY = ("budget_bytes", "planned_bytes", "available_bytes")
 
-
-def metrics(view: View) -> Page:
-    """Return what ``GET /metrics`` answers."""
-    page = Page()
-    found = document(view)
-    _add_daemon(page, view, found)
-    for status in found["servers"]:
-        server = view.fleet.servers[status["name"]]
-        _add_server(page, view, server, status)
+def metrics(view: View, page: Page) -> Iterator[None]:
+    """Fill *page* with what ``GET /metrics`` answers; whoever iterates may do something else after each server."""
+    _add_daemon(page, view)
+    for server in view.fleet.servers.values():
+        _add_server(page, view, server)
         _add_worker(page, view, server)
-    return page
+        yield
 
 
-def _add_daemon(page: Page, view: View, found: Document) -> None:
+def _add_daemon(page: Page, view: View) -> None:
     page.add("tqd_build_info", 1, version=view.version, mlx=view.mlx_version, backend=view.backend)
     page.add("tqd_start_time_seconds", view.wall(view.started).timestamp())
     config, reloads = view.config, view.config.reloads
@@ -45,24 +39,26 @@ def _add_daemon(page: Page, view: View, found: Document) -> None:
     page.add("tqd_config_reloads_total", reloads.applied, result="applied")
     page.add("tqd_config_reloads_total", reloads.rejected, result="rejected")
     page.add("tqd_config_reloads_total", reloads.noop, result="noop")
-    page.add("tqd_config_in_sync", found["config"]["in_sync"])
+    page.add("tqd_config_in_sync", in_sync(view))
     page.add("tqd_config_generation", config.generation)
-    memory = _numbers(found, "memory")
-    for key in _MEMORY:
-        if key in memory:
-            page.add(f"tqd_memory_{key}", memory[key])
+    memory = machine_memory(view)
+    if memory is not None:
+        page.add("tqd_memory_budget_bytes", memory["budget_bytes"])
+        page.add("tqd_memory_planned_bytes", memory["planned_bytes"])
+        if memory["available_bytes"] is not None:
+            page.add("tqd_memory_available_bytes", memory["available_bytes"])
     for reason, count in view.counts.refused_for_memory.items():
         page.add("tqd_admission_rejections_total", count, reason=reason)
 
 
-def _add_server(page: Page, view: View, server: Server, status: ServerStatus) -> None:
+def _add_server(page: Page, view: View, server: Server) -> None:
     name, worker, counts = server.name, server.worker, view.counts.of(server.name)
     page.add("tqd_server_info", 1, server=name, model=server.spec.model)
-    page.add("tqd_server_up", status["health"]["live"], server=name)
-    page.add("tqd_server_ready", status["health"]["ready"], server=name)
+    page.add("tqd_server_up", server.live, server=name)
+    page.add("tqd_server_ready", server.state is State.READY, server=name)
     for state in State:
         page.add("tqd_server_state", server.state is state, server=name, state=state)
-    page.add("tqd_server_desired_running", status["desired"] == "running", server=name)
+    page.add("tqd_server_desired_running", server.desired is Desired.RUNNING, server=name)
     for reason in get_args(RestartReason):
         page.add("tqd_server_restarts_total", counts.restarts[reason], server=name, reason=reason)
     waiting = server.state is State.BACKOFF and server.attempt_at is not None
@@ -75,10 +71,8 @@ def _add_server(page: Page, view: View, server: Server, status: ServerStatus) ->
     last = server.last_exit
     if last is not None and last.code is not None:
         page.add("tqd_server_last_exit_code", last.code, server=name)
-    memory = _numbers(status, "memory")
-    if "process_footprint_bytes" in memory:
-        footprint = memory["process_footprint_bytes"]
-        page.add("tqd_server_process_footprint_bytes", footprint, server=name)
+    if (used := footprint(view, server)) is not None:
+        page.add("tqd_server_process_footprint_bytes", used, server=name)
     page.add("tqd_server_probe_failures_total", counts.probe_failures, server=name)
     page.add("tqd_server_log_bytes_dropped_total", view.log_bytes_dropped(name), server=name)
 
@@ -99,9 +93,3 @@ def _add_worker(page: Page, view: View, server: Server) -> None:
         worker_series.add_gauges(page, report.snapshot, server=name)
     if alive and report.ready is not None:
         worker_series.add_kv(page, report.ready.kv, server=name)
-
-
-def _numbers(document: Document | ServerStatus, section: str) -> Mapping[str, float]:
-    """Return the numbers of a section of the status document, which may be missing or null."""
-    found = cast("Mapping[str, Mapping[str, object] | None]", document).get(section) or {}
-    return {key: value for key, value in found.items() if isinstance(value, int | float)}

@@ -72,9 +72,33 @@ class View:
     status_endpoint_error: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All that is told of one server, times as the supervisor's clock has them.
+
+    Equal facts make equal documents, but for the age of the heartbeat, as long as the clock is not set.
+    """
+
+    server: Server
+    prepared: PreparedServer | None
+    report: Report | None
+    footprint: int | None
+    waits_for: str | None
+    desired_source: str
+    log_path: Path
+    log_bytes_dropped: int
+
+
 def document(view: View) -> Document:
     """Return the document of ``GET /v1/status``."""
-    servers = [server_status(view, server) for server in view.fleet.servers.values()]
+    return {
+        **frame(view),
+        "servers": [server_status(view, it) for it in view.fleet.servers.values()],
+    }
+
+
+def frame(view: View) -> Document:
+    """Return the document without its servers."""
     return {
         "schema": SCHEMA,
         "seq": view.seq,
@@ -93,8 +117,8 @@ def document(view: View) -> Document:
             "status_endpoint_error": view.status_endpoint_error,
         },
         "config": _config(view),
-        "memory": _machine_memory(view),
-        "servers": servers,
+        "memory": machine_memory(view),
+        "servers": [],
     }
 
 
@@ -116,9 +140,41 @@ def unready(fleet: Fleet, names: list[str] | None = None) -> dict[str, str]:
 
 def server_status(view: View, server: Server) -> ServerStatus:
     """Return the part of the document that is about *server*."""
-    worker, spec, cause = server.worker, server.spec, server.cause
-    prepared = view.prepared.get(server.name)
+    return tell(facts(view, server), view)
+
+
+def facts(view: View, server: Server) -> Facts:
+    """Return what there is to tell of *server* now."""
     report = _report(view, server)
+    return Facts(
+        server,
+        view.prepared.get(server.name),
+        report.copy() if report else None,
+        footprint(view, server),
+        None if server.cause else _waiting(view, server),
+        view.desired_source(server.name),
+        view.log_path(server.name),
+        view.log_bytes_dropped(server.name),
+    )
+
+
+def footprint(view: View, server: Server) -> int | None:
+    """Return the bytes that were last measured of the worker of *server*."""
+    if server.worker is None or view.reading is None:
+        return None
+    return view.reading.footprints.get((server.name, server.worker.launch))
+
+
+def heartbeat_age_s(server: Server, now: float) -> float | None:
+    """Return for how long the worker of *server*, once it was ready, has given no sign of progress."""
+    worker = server.worker
+    return round(now - worker.moved_at, 3) if worker and worker.ready_at else None
+
+
+def tell(known: Facts, view: View) -> ServerStatus:
+    """Return the part of the document that tells *known*; *view* has the time and the clock."""
+    server, report = known.server, known.report
+    worker, spec, cause = server.worker, server.spec, server.cause
     host = f"[{spec.host}]" if ":" in spec.host else spec.host
     loading = worker is not None and server.state is State.LOADING
     return {
@@ -127,18 +183,16 @@ def server_status(view: View, server: Server) -> ServerStatus:
         "labels": dict(spec.labels),
         "enabled": spec.enabled,
         "desired": server.desired,
-        "desired_source": view.desired_source(server.name),
+        "desired_source": known.desired_source,
         "state": server.state,
         "state_since": moment(view.wall(server.since)),
-        "reason": cause.message if cause else _waiting(view, server),
+        "reason": cause.message if cause else known.waits_for,
         "reason_code": cause.code if cause else None,
         "hint": cause.hint if cause else None,
         "health": {
-            "live": worker is not None and server.state is not State.STARTING,
+            "live": server.live,
             "ready": server.state is State.READY,
-            "heartbeat_age_s": round(view.now - worker.moved_at, 3)
-            if worker and worker.ready_at
-            else None,
+            "heartbeat_age_s": heartbeat_age_s(server, view.now),
         },
         "pid": worker.pid if worker else None,
         "launch": server.launches,
@@ -160,14 +214,14 @@ def server_status(view: View, server: Server) -> ServerStatus:
         "endpoint": {"host": spec.host, "port": spec.port, "url": f"http://{host}:{spec.port}"},
         "spec_hash": server.spec_hash,
         "worker_spec_hash": worker.spec_hash if worker else None,
-        "log_path": str(view.log_path(server.name)),
-        "log_dropped_bytes": view.log_bytes_dropped(server.name),
+        "log_path": str(known.log_path),
+        "log_dropped_bytes": known.log_bytes_dropped,
         "model": _model(report),
         "model_requested": spec.model,
         "requests": _requests(server, report),
         "throughput": _throughput(report),
-        "memory": _memory(view, server, report),
-        "kv": _kv(prepared, report),
+        "memory": _memory(known),
+        "kv": _kv(known.prepared, report),
         "layers": _layers(report),
         "sampled_at": moment(view.wall(report.sampled_at))
         if report and report.sampled_at is not None
@@ -228,14 +282,19 @@ def _verdict(view: View) -> Verdict:
     return "ok" if steady and in_force else "degraded"
 
 
+def in_sync(view: View) -> bool:
+    """Whether what is on disk is what every server runs."""
+    config = view.config
+    same = config.hash_on_disk is not None and config.hash_on_disk == config.hash_applied
+    return same and not diverged(view.fleet)
+
+
 def _config(view: View) -> ConfigSection:
     config = view.config
-    divergent = _divergent(view)
-    same = config.hash_on_disk is not None and config.hash_on_disk == config.hash_applied
     return {
         "path": str(config.path),
         "state": config.state,
-        "in_sync": same and not divergent,
+        "in_sync": in_sync(view),
         "hash_on_disk": config.hash_on_disk,
         "hash_applied": config.hash_applied,
         "applied_at": _epoch(config.applied_at),
@@ -245,7 +304,7 @@ def _config(view: View) -> ConfigSection:
         "errors": [problem_status(problem) for problem in config.problems],
         "warnings": list(config.warnings),
         "pending": [str(step) for step in config.pending],
-        "divergent": divergent,
+        "divergent": _divergent(view),
     }
 
 
@@ -338,7 +397,8 @@ def _throughput(report: Report | None) -> Throughput | None:
     }
 
 
-def _machine_memory(view: View) -> MachineMemory | None:
+def machine_memory(view: View) -> MachineMemory | None:
+    """Return the part of the document that is about the memory of the machine; None: nobody counts it."""
     if view.machine is None or view.fleet.budget is None:
         return None
     held = sum(room.held(view.fleet.servers).values())
@@ -358,13 +418,13 @@ def _machine_memory(view: View) -> MachineMemory | None:
     }
 
 
-def _memory(view: View, server: Server, report: Report | None) -> Memory | None:
+def _memory(known: Facts) -> Memory | None:
+    server, report = known.server, known.report
     worker, now = server.worker, report.snapshot if report else None
     claim = worker.claim if worker and worker.claim else server.claim
     if claim is None and now is None:
         return None
     model = report.ready.model if report and report.ready else None
-    footprints = view.reading.footprints if view.reading else {}
     return {
         "needs_bytes": claim.needs_bytes if claim else None,
         "wants_bytes": claim.wants_bytes if claim else None,
@@ -377,7 +437,7 @@ def _memory(view: View, server: Server, report: Report | None) -> Memory | None:
         "mlx_active_bytes": now.mlx_active_bytes if now else None,
         "mlx_cache_bytes": now.mlx_cache_bytes if now else None,
         "mlx_peak_bytes": now.mlx_peak_bytes if now else None,
-        "process_footprint_bytes": footprints.get((server.name, worker.launch)) if worker else None,
+        "process_footprint_bytes": known.footprint,
     }
 
 
@@ -405,6 +465,7 @@ def _kv(prepared: PreparedServer | None, report: Report | None) -> Kv | None:
         "warnings": list(built.warnings) if built else [],
         "calibration": built.calibration if built else None,
         "backend": built.backend if built else None,
+        "packing_backend": built.packing_backend if built else None,
         "bytes_per_token": built.bytes_per_token if built else None,
         "bytes_per_token_fp16": built.bytes_per_token_fp16 if built else None,
         "compression": _compression(built) if built else None,

@@ -14,7 +14,9 @@ from enum import StrEnum
 from daemon.errors import PolicyError
 from daemon.policy.architecture import Architecture, LayerKind
 from daemon.policy.budget import kv_bytes
-from daemon.policy.resolve import LOW_GAIN, ResolvedPolicy, request, resolve
+from daemon.policy.request import request
+from daemon.policy.resolve import LOW_GAIN, resolve
+from daemon.policy.resolved import ResolvedPolicy
 from daemon.policy.schemes import SCHEMES, parse_scheme
 from daemon.policy.spec import KvSpec, NamedPolicy
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from daemon.policy.architecture import Architecture, Layer, LayerKind
 from daemon.policy.matching import TILE_TOKENS
-from daemon.policy.resolve import LayerPlan, ResolvedPolicy
+from daemon.policy.resolved import LayerPlan, ResolvedPolicy
 from daemon.policy.schemes import FP16, Codec, Scheme
 
 _EXACT = Scheme(FP16, FP16)

@@ -14,7 +14,7 @@ from typing import Literal
 
 from daemon.policy.architecture import Architecture, Layer, LayerKind
 from daemon.policy.budget import EXACT_BYTES, kv_bytes, longest_context
-from daemon.policy.resolve import ResolvedPolicy
+from daemon.policy.resolved import ResolvedPolicy
 from daemon.policy.schemes import FP16
 
 Device = Literal["cpu", "cuda", "metal"]
@@ -130,7 +130,8 @@ def sequence_cost(
 ) -> Callable[[int], int]:
     """Return a function that says what one sequence that may grow to so many tokens takes.
 
-    That is its cache in whole buffers, and one layer of it unpacked: attention decodes layer by layer.
+    That is its cache in whole buffers, and one layer of it unpacked, as the reference attends. Kernels that read
+    packed tiles leave that unused, but only a loaded model shows whether they run.
     """
     packs = any(plan.effective.k != FP16 or plan.effective.v != FP16 for plan in policy.layers)
     unpacked = _widest(arch) * _FLOAT32_BYTES if packs else 0

@@ -7,7 +7,7 @@ import contextlib
 import importlib.metadata
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -17,11 +17,12 @@ from daemon.errors import ConfigError, Problem, TqdError, UnknownServerError
 from daemon.log import get_logger
 from daemon.metrics.exposition import Page
 from daemon.ops.applied import AppliedConfig, applied
-from daemon.ops.document import Document, OpenRequests, ServerStatus
+from daemon.ops.document import OpenRequests, ServerStatus
 from daemon.ops.events import EventLog, EventPage
 from daemon.ops.history import History, HistoryDocument, Transition
 from daemon.ops.metrics import metrics
-from daemon.ops.status import View, document, open_requests, server_status, unready
+from daemon.ops.status import View, open_requests, server_status, unready
+from daemon.ops.written import Writer, Written
 from daemon.paths import StateDir
 from daemon.supervisor import environment, events, plan
 from daemon.supervisor.desired import DesiredState
@@ -67,6 +68,7 @@ class DaemonCommands:
         self._log_path = log_path
         self._events = events
         self._history = history
+        self._writer = Writer()
         self._epoch = time.time() - clock()  # when the clock stood at 0
         self._version = importlib.metadata.version("tqd")
         self._mlx_version = importlib.metadata.version("mlx")
@@ -74,9 +76,9 @@ class DaemonCommands:
         self._started = clock()
         self._log = get_logger()
 
-    def status(self) -> Document:
+    def status(self) -> Written:
         """Return the status document."""
-        return document(self._view())
+        return self._writer.write(self._view())
 
     def server(self, name: str) -> ServerStatus | None:
         """Return the part of the status document about one server."""
@@ -115,9 +117,9 @@ class DaemonCommands:
         missed = batch.missed and after is not None
         return {"last": self._events.last_id, "missed": missed, "events": batch.events}
 
-    def metrics(self) -> Page:
-        """Return the metrics page."""
-        return metrics(self._view())
+    def metrics(self, page: Page) -> Iterator[None]:
+        """Fill the metrics page, a little at each step."""
+        return metrics(self._view(), page)
 
     async def act(self, action: Action, names: Sequence[str] | None) -> Mapping[str, int]:
         """Start, stop or restart *names*, or all that are enabled; return the launch each had before."""
@@ -136,11 +138,11 @@ class DaemonCommands:
 
     async def reload(self) -> Verdict:
         """Read the configuration again and apply it."""
-        verdict = await self._configuration.reload()
+        done = await self._configuration.reload()
         return {
-            "result": verdict.result,
-            "steps": [_change(step) for step in verdict.steps],
-            "warnings": [str(it) for it in verdict.warnings],
+            "result": "unchanged" if done.result == "noop" else "applied",
+            "steps": [_change(step) for step in done.steps],
+            "warnings": [str(it) for it in done.warnings],
         }
 
     async def diff(self) -> Sequence[Change]:

@@ -14,9 +14,9 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from daemon.errors import ConfigError, TqdError
-from daemon.ops.document import Document
 from daemon.ops.events import EventPage
 from daemon.ops.status import problem_status
+from daemon.ops.written import Written
 from daemon.supervisor.files import make_private
 from daemon.supervisor.messages import Action, Change, Verdict
 
@@ -24,7 +24,7 @@ from daemon.supervisor.messages import Action, Change, Verdict
 class Commands(Protocol):
     """What the control socket may ask of the daemon; a `TqdError` is the answer to a wrong question."""
 
-    def status(self) -> Document:
+    def status(self) -> Written:
         """Return the status document."""
 
     async def act(self, action: Action, names: Sequence[str] | None) -> Mapping[str, int]:
@@ -99,7 +99,7 @@ class ControlSocket:
             return _refusal(TqdError(f"the daemon could not do that: {error}"), 500)
 
     async def _status(self, request: web.Request) -> web.Response:
-        return web.json_response(self._commands.status())
+        return web.Response(body=self._commands.status().body, content_type="application/json")
 
     async def _diff(self, request: web.Request) -> web.Response:
         return web.json_response({"steps": list(await self._commands.diff())})

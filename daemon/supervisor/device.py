@@ -7,7 +7,6 @@ interpreter or another choice of devices, and it is asked again.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import platform
 import subprocess
@@ -17,6 +16,7 @@ from dataclasses import asdict
 
 from pydantic import TypeAdapter, ValidationError
 
+from daemon.config.context import installed
 from daemon.config.machine import DeviceFacts
 from daemon.log import get_logger
 from daemon.paths import StateDir
@@ -83,14 +83,7 @@ def _ask(environ: Mapping[str, str]) -> DeviceFacts | None:
 
 
 def _depends_on(environ: Mapping[str, str]) -> str:
-    parts: dict[str, str | None] = {name: _version(name) for name in _PACKAGES}
+    parts: dict[str, str | None] = {**installed(_PACKAGES)}
     parts |= {name: environ.get(name) for name in _VARIABLES}
     parts |= {"python": sys.executable, "system": platform.release()}
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None

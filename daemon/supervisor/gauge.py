@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import resource
 import struct
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
@@ -21,6 +23,8 @@ EVERY_S = 5.0
 _RUSAGE_INFO_V0 = 0
 _RUSAGE_BYTES = 96  # struct rusage_info_v0: a uuid of 16 bytes and ten 64-bit numbers
 _PHYS_FOOTPRINT_AT = 72
+
+_PAGE = resource.getpagesize()
 
 Worker = tuple[str, int]
 
@@ -79,7 +83,7 @@ def read(pids: Mapping[Worker, int]) -> Reading:
     """Return the memory of the machine and of the processes *pids*; one that has ended is left out."""
     found = {}
     for worker, pid in pids.items():
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error, OSError):
             found[worker] = footprint(pid)
     return Reading(host_memory(), found)
 
@@ -89,10 +93,11 @@ def footprint(pid: int) -> int:
 
     Raises:
         psutil.Error: there is no such process, or it is none of ours.
+        OSError: likewise.
     """
-    if sys.platform == "darwin" and (size := _physical_footprint(pid)):
-        return size
-    return int(psutil.Process(pid).memory_info().rss)
+    if sys.platform == "linux":  # psutil says the same at three times the price
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
+    return _physical_footprint(pid) or int(psutil.Process(pid).memory_info().rss)
 
 
 def _physical_footprint(pid: int) -> int | None:

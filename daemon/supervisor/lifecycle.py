@@ -18,7 +18,7 @@ from typing import assert_never
 
 from daemon.config.wire import PROTOCOL
 from daemon.errors import WorkerExit
-from daemon.supervisor import rollback
+from daemon.supervisor import exits, rollback
 from daemon.supervisor.events import (
     Beat,
     Block,
@@ -60,7 +60,6 @@ from daemon.supervisor.server import (
     Worker,
 )
 
-SPAWN_TIMEOUT_S = 30.0  # an interpreter that has not said hello by then is not going to
 RECHECK_S = 5.0  # how often a port that blocks a server is tried again
 RECHECK_FILES_S = 30.0  # how often missing files are looked for; that reads every model's headers
 JITTER = 0.2  # share of a delay that varies: servers that died together do not return together
@@ -115,7 +114,7 @@ def wake_at(server: Server) -> float | None:
     worker = server.worker
     match server.state:
         case State.STARTING:
-            return worker.moved_at + SPAWN_TIMEOUT_S if worker and worker.pid else None
+            return worker.moved_at + exits.SPAWN_TIMEOUT_S if worker and worker.pid else None
         case State.LOADING if worker:
             return worker.moved_at + server.spec.probe.load_stall
         case State.READY if worker:
@@ -263,9 +262,8 @@ def _heard(server: Server, worker: Worker, event: Heard, now: float) -> Result:
             return _with(server, replace(worker, stage=stage, fraction=fraction, moved_at=now)), ()
         case Ready():
             return _ready(server, worker, event, now)
-        case Beat(_, generation, promised):
-            worker = replace(worker, promised=promised)
-            return _beat(_with(server, worker), worker, generation, now)
+        case Beat():
+            return _beat(server, worker, event, now)
         case Measured(_, used):
             return _with(server, replace(worker, used=used)), ()
         case Garbled(_, message):
@@ -299,10 +297,11 @@ def _ready(server: Server, worker: Worker, event: Ready, now: float) -> Result:
     return _enter(rollback.proven(_with(server, ready)), State.READY, now), ()
 
 
-def _beat(server: Server, worker: Worker, generation: int, now: float) -> Result:
-    if generation <= worker.generation or worker.ready_at is None:
-        return server, ()
-    server = _with(server, replace(worker, generation=generation, moved_at=now))
+def _beat(server: Server, worker: Worker, event: Beat, now: float) -> Result:
+    if event.generation <= worker.generation or worker.ready_at is None:
+        return _with(server, replace(worker, promised=event.promised)), ()
+    moved = replace(worker, promised=event.promised, generation=event.generation, moved_at=now)
+    server = _with(server, moved)
     return (_enter(server, State.READY, now) if server.state is State.DEGRADED else server), ()
 
 
@@ -343,7 +342,7 @@ def _signal_term(server: Server, worker: Worker, now: float) -> Result:
 
 
 def _exited(server: Server, worker: Worker, event: Exited, now: float) -> Result:
-    last = LastExit(worker.launch, event.code, now, _classify(worker, event.code), event.tail)
+    last = LastExit(worker.launch, event.code, now, exits.classify(worker, event.code), event.tail)
     gone = replace(server, worker=None, last_exit=last)
     if server.desired is Desired.STOPPED:
         return _enter(gone, State.STOPPED, now), ()
@@ -365,29 +364,11 @@ def _roll_back(gone: Server, failed: Result, now: float) -> Result:
 
 def _failed(server: Server, worker: Worker, event: Exited, now: float) -> Result:
     """Return what becomes of a server whose worker is gone although it was to run."""
-    match worker.ending:
-        case "protocol":
-            message = f"the worker broke the protocol: {worker.ending_message}"
-            hint = "worker and daemon may be of two versions: restart the daemon"
-            return _fail(server, Cause("protocol", message, hint), now)
-        case "stalled":
-            message = f"the engine did not move for {now - worker.moved_at:.0f} s"
-            return _back_off(server, Cause("stalled", message), event.jitter, now)
-        case "load_stalled":
-            message = f"loading did not move on for {now - worker.moved_at:.0f} s"
-            return _back_off(server, Cause("load_stalled", message), event.jitter, now)
-        case "spawn_timeout":
-            message = f"the worker said nothing for {SPAWN_TIMEOUT_S:.0f} s"
-            return _back_off(server, Cause("spawn_timeout", message), event.jitter, now)
-        case None:
-            return _exited_by_itself(server, event, now)
-        case _:
-            raise ValueError(f"a worker that ends for {worker.ending} has not failed")
-
-
-def _exited_by_itself(server: Server, event: Exited, now: float) -> Result:
-    code = server.last_exit.classified if server.last_exit else "crashed"
-    cause = Cause(code, event.fatal or _describe(event.code), event.hint)
+    cause = exits.cause(worker, event, now)
+    if worker.ending == "protocol":
+        return _fail(server, cause, now)
+    if worker.ending is not None:
+        return _back_off(server, cause, event.jitter, now)
     match event.code:
         case WorkerExit.BAD_CONFIG:
             return _fail(server, cause, now)
@@ -424,34 +405,6 @@ def _back_off(server: Server, cause: Cause, jitter: float, now: float) -> Result
 
 def _fail(server: Server, cause: Cause, now: float) -> Result:
     return replace(_enter(server, State.FAILED, now), cause=cause), ()
-
-
-def _classify(worker: Worker, code: int) -> str:
-    if worker.ending is not None:
-        if worker.killed:
-            return "killed_after_grace"
-        return "stopped" if worker.ending in ("stop", "restart", "replace") else worker.ending
-    match code:
-        case -9:
-            return "killed_external"
-        case WorkerExit.OK:
-            return "exited"
-        case WorkerExit.MODEL_MISSING:
-            return "model_missing"
-        case WorkerExit.PORT_TAKEN:
-            return "port_in_use"
-        case WorkerExit.ENGINE_FAILED:
-            return "engine_failed"
-        case WorkerExit.BAD_CONFIG:
-            return "bad_config"
-        case _:
-            return "crashed"
-
-
-def _describe(code: int) -> str:
-    if code == -9:
-        return "killed from outside; the system may be out of memory"
-    return f"ended by signal {-code}" if code < 0 else f"exited with {code}"
 
 
 def _tick(server: Server, now: float) -> Result:

@@ -51,6 +51,13 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
+class Beats:
+    """Heartbeats of many workers; dealing with them together costs hardly more than one."""
+
+    news: tuple[Told, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Remove:
     """The entry is gone from the file."""
 
@@ -124,7 +131,7 @@ class Hasten:
     """Whoever ends the daemon has run out of patience: no more waiting for running requests."""
 
 
-Event = Told | Apply | Measured | LeftoverGone | Passed | Woke | Close | Hasten
+Event = Told | Beats | Apply | Measured | LeftoverGone | Passed | Woke | Close | Hasten
 
 
 def step(fleet: Fleet, event: Event, now: float) -> tuple[Fleet, tuple[Effect, ...]]:
@@ -133,6 +140,9 @@ def step(fleet: Fleet, event: Event, now: float) -> tuple[Fleet, tuple[Effect, .
     match event:
         case Told(name, news):
             turn.tell(name, news)
+        case Beats():
+            for told in event.news:
+                turn.tell(told.name, told.event)
         case Apply():
             turn.apply(event)
         case Measured(used, available):
@@ -381,15 +391,13 @@ def listeners(fleet: Fleet) -> Mapping[Address, Listener]:
     return found
 
 
-def same_listeners(before: Fleet, after: Fleet) -> bool:
+def same_listeners(before: Fleet, after: Fleet, changed: Sequence[str]) -> bool:
     """Whether `listeners` must be the same for both; quick, for the many turns that change no address."""
     if before.leftovers is not after.leftovers or before.closing is not after.closing:
         return False
     if before.servers.keys() != after.servers.keys():
         return False
-    return all(
-        _listens_alike(before.servers[name], after.servers[name]) for name in changed(before, after)
-    )
+    return all(_listens_alike(before.servers[name], after.servers[name]) for name in changed)
 
 
 def _listens_alike(before: Server, after: Server) -> bool:

@@ -17,11 +17,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 from pydantic import ValidationError
 
 from daemon.config import wire
+from daemon.supervisor.rounds import Rounds
 
 MAX_MESSAGE = 4 * 2**20  # bytes of one line; a report on a thousand layers is far smaller
 CHUNK = 65536
@@ -121,20 +122,22 @@ class Child:
             if not self._reaped:
                 _kill_group(self.pid)
 
-    async def attend(self, audience: Audience) -> int:
+    async def attend(self, audience: Audience, rounds: Rounds) -> int:
         """Pass on what the worker says and writes until it has ended; return its exit code.
 
-        The code is negative for a signal. What the worker leaves behind in its group is killed.
+        The code is negative for a signal. What the worker leaves behind in its group is killed. After a
+        snapshot the next message waits for one of *rounds*.
         """
         reader, self._writer = await asyncio.open_connection(sock=self._channel, limit=MAX_MESSAGE)
         self._writer.writelines(self._outbox)
         try:
             async with asyncio.TaskGroup() as tasks:
                 last_words = {
-                    tasks.create_task(self._listen(reader, audience)),
+                    tasks.create_task(self._listen(reader, self._writer, audience, rounds)),
                     tasks.create_task(self._collect(audience)),
                 }
                 code = await self._ended()
+                rounds.leave(self._channel)
                 _, unfinished = await asyncio.wait(last_words, timeout=LAST_WORDS_S)
                 for task in unfinished:
                     task.cancel()
@@ -142,16 +145,28 @@ class Child:
             self._writer.close()
         return code
 
-    async def _listen(self, reader: asyncio.StreamReader, audience: Audience) -> None:
+    async def _listen(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        audience: Audience,
+        rounds: Rounds,
+    ) -> None:
+        transport = cast("asyncio.Transport", writer.transport)  # of a socket: it reads too
         try:
             while line := await reader.readline():
-                audience.message(wire.from_worker.validate_json(line))
+                message = wire.from_worker.validate_json(line)
+                audience.message(message)
+                if isinstance(message, wire.Snapshot) and not self._reaped:
+                    rounds.put_off(self._channel, transport)
         except ValidationError as error:
             audience.garbled(f"{error.error_count()} problems in a message")
         except ValueError:
             audience.garbled(f"a message of more than {MAX_MESSAGE} bytes")
         except ConnectionError:
             return  # the process is ending; its exit code says more
+        finally:
+            rounds.leave(self._channel)
 
     async def _collect(self, audience: Audience) -> None:
         pipe = self._process.stdout

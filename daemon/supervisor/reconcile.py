@@ -8,8 +8,10 @@ nothing itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import assert_never
@@ -89,7 +91,8 @@ class Reconciler:
         self.exits = asyncio.Event()
         """Set whenever a worker has ended: what it used is free now."""
         self._refused: Mapping[Address, AddressTakenError] = {}
-        self._queue: asyncio.Queue[_Job] = asyncio.Queue()
+        self._jobs: deque[_Job] = deque()
+        self._news = asyncio.Event()
         self._log = get_logger()
 
     def post(self, name: str, event: events.Event) -> None:
@@ -98,7 +101,7 @@ class Reconciler:
 
     def tell(self, event: plan.Event) -> None:
         """Put *event* in the queue."""
-        self._queue.put_nowait(_Job(event))
+        self._put(_Job(event))
 
     def in_force(self) -> Mapping[str, PreparedServer]:
         """Return every server as it runs, or would: that of a rolled back one is its previous section."""
@@ -108,7 +111,7 @@ class Reconciler:
     async def submit(self, event: plan.Event, wanted: Wanted | None = None) -> None:
         """Put *event* in the queue and wait until it is dealt with; *wanted* is in force from then on."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.put_nowait(_Job(event, wanted, done))
+        self._put(_Job(event, wanted, done))
         await done
 
     async def run(self) -> None:
@@ -124,14 +127,31 @@ class Reconciler:
             self._turned()
         await self._sockets.close()
 
+    def _put(self, job: _Job) -> None:
+        self._jobs.append(job)
+        self._news.set()
+
     async def _next(self) -> _Job:
-        due = self._wakes.next()
-        wait_s = IDLE_S if due is None else min(max(due - self._clock(), 0.0), IDLE_S)
-        try:
-            async with asyncio.timeout(wait_s):
-                return await self._queue.get()
-        except TimeoutError:
-            return _Job(plan.Passed())
+        if not self._jobs:
+            self._news.clear()
+            due = self._wakes.next()
+            wait_s = IDLE_S if due is None else min(max(due - self._clock(), 0.0), IDLE_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._news.wait()
+        beats = tuple(self._beats())
+        if beats:
+            return _Job(plan.Beats(beats))
+        return self._jobs.popleft() if self._jobs else _Job(plan.Passed())
+
+    def _beats(self) -> Iterator[Told]:
+        """Take the heartbeats that come before everything else in the queue."""
+        while self._jobs:
+            told = self._jobs[0].event
+            if not (isinstance(told, Told) and isinstance(told.event, events.Beat)):
+                return
+            self._jobs.popleft()
+            yield told
 
     async def _turn(self, job: _Job) -> None:
         before = self.fleet
@@ -148,7 +168,11 @@ class Reconciler:
         self._changed(before, self.fleet)
         if isinstance(job.event, plan.Apply | plan.Measured):
             self._log_memory()
-        if self._refused or self._sockets.unsettled or not plan.same_listeners(before, self.fleet):
+        if (
+            self._refused
+            or self._sockets.unsettled
+            or not plan.same_listeners(before, self.fleet, changed)
+        ):
             await self._arrange_sockets()
         for effect in effects:
             self._carry_out(effect)

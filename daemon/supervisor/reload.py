@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar, assert_never
+from typing import Literal, assert_never
 
 from daemon.config import diff as differ
 from daemon.config.load import Loaded, RejectedError, load
@@ -34,25 +34,15 @@ from daemon.supervisor.server import Cause, Desired, State
 from daemon.supervisor.sockets import AddressTakenError, Sockets
 from daemon.supervisor.watch import FolderWatch, look
 
-Outcome = TypeVar("Outcome")
-
+Result = Literal["applied", "noop", "rejected"]
 ConfigState = Literal["applied", "rejected", "stale", "pending"]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What became of one reading of the configuration that was not refused."""
-
-    result: Literal["applied", "unchanged"]
-    steps: tuple[differ.Step, ...] = ()
-    warnings: tuple[Problem, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Conclusion:
-    """What became of one reading of the configuration, refusals included."""
+    """What became of one reading of the configuration."""
 
-    result: Literal["applied", "noop", "rejected"]
+    result: Result
     generation: int
     steps: tuple[differ.Step, ...] = ()
     problems: tuple[Problem, ...] = ()
@@ -68,13 +58,15 @@ class Reloads:
     noop: int = 0
     succeeded_at: float | None = None
 
-    def counted(self, outcome: Verdict | ConfigError, now: float) -> Reloads:
+    def counted(self, result: Result, now: float) -> Reloads:
         """Return the counts after one more pass."""
-        if isinstance(outcome, ConfigError):
-            return replace(self, rejected=self.rejected + 1)
-        if outcome.result == "unchanged":
-            return replace(self, noop=self.noop + 1, succeeded_at=now)
-        return replace(self, applied=self.applied + 1, succeeded_at=now)
+        match result:
+            case "rejected":
+                return replace(self, rejected=self.rejected + 1)
+            case "noop":
+                return replace(self, noop=self.noop + 1, succeeded_at=now)
+            case "applied":
+                return replace(self, applied=self.applied + 1, succeeded_at=now)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +127,8 @@ class Configuration:
         self._woken = asyncio.Event()
         self._nudged = False
         self._passing = False
-        self._asked: list[asyncio.Future[Verdict]] = []
-        self._answering: list[asyncio.Future[Verdict]] = []
+        self._asked: list[asyncio.Future[Conclusion]] = []
+        self._answering: list[asyncio.Future[Conclusion]] = []
         self._looking: list[asyncio.Future[None]] = []
         self._log = get_logger()
 
@@ -170,11 +162,11 @@ class Configuration:
         """Start what `read_first` has found."""
         faults = self.status.problems
         steps = differ.diff({}, self._applied.servers)
-        await self._apply(self._applied, {}, steps)
+        self._concluded(await self._apply(self._applied, {}, steps))
         if faults:
             self.status = replace(self.status, state="stale", hash_on_disk=None, problems=faults)
             self._log.error("config.stale", problems=[str(it) for it in faults])
-            self._conclude("rejected", problems=faults)
+            self._concluded(Conclusion("rejected", self.status.generation, problems=faults))
 
     async def run(self) -> None:
         """Watch the files, and read them whenever that is due or asked for, until cancelled."""
@@ -197,8 +189,8 @@ class Configuration:
         finally:
             folders.stop()
 
-    async def reload(self) -> Verdict:
-        """Read again and apply, whatever the file's dates say.
+    async def reload(self) -> Conclusion:
+        """Read again and apply, whatever the file's dates say; return how that went well.
 
         Raises:
             ConfigError: it was refused; what runs goes on.
@@ -209,7 +201,7 @@ class Configuration:
                 "daemon.reload is off: the configuration is read only when the daemon starts",
                 hint="`tqd shutdown`, then `tqd start`",
             )
-        waiter: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        waiter: asyncio.Future[Conclusion] = asyncio.get_running_loop().create_future()
         self._asked.append(waiter)
         self._woken.set()
         return await waiter
@@ -256,7 +248,8 @@ class Configuration:
         except Exception as error:  # noqa: BLE001 - a defect of ours must not end what runs
             self._failed(error)
         for waiter in looking:
-            _settle(waiter, None)
+            if not waiter.done():
+                waiter.set_result(None)
 
     async def _tell(self, event: intake.Event) -> None:
         """Let `intake` decide what *event* leads to, and do that, to the end."""
@@ -272,7 +265,7 @@ class Configuration:
                 self._intake = intake.Intake(
                     self._intake.seen, look_at=self._clock() + intake.POLL_S
                 )
-                effects = (intake.Refuse(self._failed(error).problems),)
+                effects = (intake.Refuse(self._failed(error)),)
             for effect in effects:
                 due += await self._carry_out(effect)
 
@@ -296,20 +289,21 @@ class Configuration:
             case intake.Keep(loaded):
                 self._end_pass(self._unchanged(loaded))
             case intake.Refuse(problems):
-                self._end_pass(self._refuse(ConfigError(problems)))
+                self._end_pass(self._refuse(problems))
             case intake.Apply():
                 self._end_pass(await self._put_in_force(effect))
             case _:
                 assert_never(effect)
         return []
 
-    def _end_pass(self, outcome: Verdict | ConfigError) -> None:
+    def _end_pass(self, conclusion: Conclusion) -> None:
+        self._concluded(conclusion)
         waiters, self._answering = self._answering, []
         for waiter in waiters:
-            _settle(waiter, outcome)
+            _answer(waiter, conclusion)
         if self._passing:
             self._passing = False
-            reloads = self.status.reloads.counted(outcome, time.time())
+            reloads = self.status.reloads.counted(conclusion.result, time.time())
             self.status = replace(self.status, reloads=reloads)
             self._busy(False)
 
@@ -318,7 +312,7 @@ class Configuration:
         try:
             return await self._read_and_prepare()
         except Exception as error:  # noqa: BLE001 - a defect of ours must not end what runs
-            return intake.Reading(self._intake.seen, problems=self._failed(error).problems)
+            return intake.Reading(self._intake.seen, problems=self._failed(error))
 
     async def _read_and_prepare(self) -> intake.Reading:
         loaded, seen = await self._read()
@@ -332,10 +326,10 @@ class Configuration:
         except ConfigError as error:
             return intake.Reading(seen, still, problems=error.problems)
 
-    def _failed(self, error: Exception) -> ConfigError:
+    def _failed(self, error: Exception) -> tuple[Problem, ...]:
         self._log.exception("config.failed")
         said = f"tqd failed to read this: {error!r}"
-        return ConfigError([Problem(str(self._path), 0, 0, "", said)])
+        return (Problem(str(self._path), 0, 0, "", said),)
 
     async def _read(self) -> tuple[Loaded | RejectedError, Look]:
         files = tuple(self._intake.seen)
@@ -360,7 +354,7 @@ class Configuration:
         self._log.info("config.pending", steps=shown)
         self._waiting(shown)
 
-    def _unchanged(self, loaded: Loaded) -> Verdict:
+    def _unchanged(self, loaded: Loaded) -> Conclusion:
         self.status = replace(
             self.status,
             state="applied",
@@ -369,44 +363,30 @@ class Configuration:
             pending=(),
         )
         self._log.info("config.unchanged", content_hash=loaded.content_hash[:16])
-        self._conclude("noop", warnings=loaded.warnings)
-        return Verdict("unchanged", warnings=loaded.warnings)
+        return Conclusion("noop", self.status.generation, warnings=loaded.warnings)
 
-    def _refuse(self, error: ConfigError) -> ConfigError:
+    def _refuse(self, problems: tuple[Problem, ...]) -> Conclusion:
         """Keep everything as it is, and say what is wrong, once."""
-        news = self.status.state != "rejected" or self.status.problems != error.problems
+        news = self.status.state != "rejected" or self.status.problems != problems
         state: ConfigState = "stale" if self.status.state == "stale" else "rejected"
         self.status = replace(
-            self.status, state=state, hash_on_disk=None, problems=error.problems, pending=()
+            self.status, state=state, hash_on_disk=None, problems=problems, pending=()
         )
         if news:
-            self._log.error("config.rejected", problems=[str(it) for it in error.problems])
-        self._conclude("rejected", problems=error.problems)
-        return error
+            self._log.error("config.rejected", problems=[str(it) for it in problems])
+        return Conclusion("rejected", self.status.generation, problems=problems)
 
-    def _conclude(
-        self,
-        result: Literal["applied", "noop", "rejected"],
-        *,
-        steps: tuple[differ.Step, ...] = (),
-        problems: tuple[Problem, ...] = (),
-        warnings: tuple[Problem, ...] = (),
-    ) -> None:
-        generation = self.status.generation
-        self._concluded(Conclusion(result, generation, steps, problems, warnings))
-
-    async def _put_in_force(self, edit: intake.Apply) -> Verdict | ConfigError:
+    async def _put_in_force(self, edit: intake.Apply) -> Conclusion:
         loaded = edit.loaded
         try:
             self._reserve_addresses(loaded, edits.to_run(edit.steps, self._desired_of))
         except ConfigError as error:
-            return self._refuse(error)
+            return self._refuse(error.problems)
         self._loaded = loaded
         try:
-            await self._apply(edit.prepared, self._applied.servers, edit.steps)
+            return await self._apply(edit.prepared, self._applied.servers, edit.steps)
         except Exception as error:  # noqa: BLE001 - a defect of ours must not end what runs
             return self._refuse(self._failed(error))
-        return Verdict("applied", edit.steps, loaded.warnings)
 
     def _reserve_addresses(self, loaded: Loaded, servers: Sequence[PreparedServer]) -> None:
         """Hold every address that is new in this edit, before anything is stopped for it."""
@@ -423,7 +403,7 @@ class Configuration:
 
     async def _apply(
         self, prepared: Prepared, before: edits.Servers, steps: Sequence[differ.Step]
-    ) -> None:
+    ) -> Conclusion:
         """Put *prepared* in force in the place of *before*, by *steps*."""
         changes = edits.changes(steps, before, prepared.servers, self._desired_of)
         await self._submit(prepared, changes)
@@ -448,7 +428,9 @@ class Configuration:
         if prepared.warnings:
             self._log.warning("config.loaded", warnings=list(self.status.warnings))
         self._log.info("plan.applied", steps=[str(step) for step in steps])
-        self._conclude("applied", steps=tuple(steps), warnings=prepared.warnings)
+        return Conclusion(
+            "applied", self.status.generation, tuple(steps), warnings=prepared.warnings
+        )
 
     async def _submit(
         self, prepared: Prepared, changes: tuple[plan.Remove | plan.Put | plan.Adjust, ...]
@@ -497,14 +479,14 @@ def _right(loaded: Loaded | RejectedError) -> Loaded:
     return loaded
 
 
-def _settle(waiter: asyncio.Future[Outcome], outcome: Outcome | ConfigError) -> None:
+def _answer(waiter: asyncio.Future[Conclusion], conclusion: Conclusion) -> None:
     if waiter.done():
         return  # whoever asked has gone
-    if isinstance(outcome, ConfigError):
-        waiter.set_exception(outcome)
+    if conclusion.result == "rejected":
+        waiter.set_exception(ConfigError(conclusion.problems))
         waiter.exception()  # asked by nobody in particular: no complaint that it was never looked at
     else:
-        waiter.set_result(outcome)
+        waiter.set_result(conclusion)
 
 
 def _read(

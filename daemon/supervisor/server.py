@@ -165,6 +165,11 @@ class Server:
         return Address(self.spec.host, self.spec.port)
 
     @property
+    def live(self) -> bool:
+        """Whether there is a worker that speaks."""
+        return self.worker is not None and self.state is not State.STARTING
+
+    @property
     def serving(self) -> bool:
         """Whether it is meant to run, and has a worker or gets one without anybody asking again."""
         coming = self.state in (State.STARTING, State.BACKOFF)

@@ -12,9 +12,10 @@ from typing import Any
 
 from daemon.cache import build
 from daemon.cache.build import CacheFactory
-from daemon.errors import WorkerExit, WorkerExitError
+from daemon.errors import WorkerExit, WorkerExitError, first_line
 from daemon.policy.architecture import Architecture, LayerKind
-from daemon.policy.resolve import ResolvedPolicy, resolve
+from daemon.policy.resolve import resolve
+from daemon.policy.resolved import ResolvedPolicy
 from daemon.policy.rules import Batching
 from daemon.policy.spec import KvRequest
 from daemon.worker.calibration import Calibration, Wanted, calibrated
@@ -77,10 +78,8 @@ def _proved(subject: Subject, resolved: ResolvedPolicy, batching: Batching) -> C
     try:
         return build.probe(subject.model, factory, subject.vocab_size)
     except Exception as error:
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise WorkerExitError(
-            WorkerExit.BAD_CONFIG, f"mlx-lm cannot run {subject.name} here: {first}"
-        ) from error
+        said = f"mlx-lm cannot run {subject.name} here: {first_line(error)}"
+        raise WorkerExitError(WorkerExit.BAD_CONFIG, said) from error
 
 
 def _calibrated(

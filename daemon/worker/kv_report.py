@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
-from daemon.cache.backends import MLX
-from daemon.cache.build import BytesPerToken, CacheFactory
+from daemon.cache.backends import MLX, Backends
+from daemon.cache.build import CacheFactory
+from daemon.cache.cost import BytesPerToken
 from daemon.config import wire
-from daemon.kernels.attention import Choice
-from daemon.policy.resolve import LayerGroup, ResolvedPolicy, summarize
+from daemon.kernels.backend import Choice
+from daemon.policy.resolved import LayerGroup, ResolvedPolicy, summarize
 from daemon.policy.spec import KvRequest
 from daemon.worker.calibration import Calibration
 
@@ -26,12 +27,15 @@ def kv_report(
     asked: KvRequest,
     final: ResolvedPolicy,
     factory: CacheFactory,
-    chosen: Sequence[Choice],
+    chosen: Sequence[Backends],
     cost: BytesPerToken,
     calibration: Calibration,
 ) -> wire.KvReport:
-    """Return the policy *final*, as built, layer by layer; *chosen* is what attends in each slot of *factory*."""
-    by_layer = {slot.plan.index: choice for slot, choice in zip(factory.slots, chosen, strict=True)}
+    """Return the policy *final*, as built, layer by layer; *chosen* is what serves each slot of *factory*."""
+    attending, packing = [it.attention for it in chosen], [it.packing for it in chosen]
+    by_layer = {
+        slot.plan.index: choice for slot, choice in zip(factory.slots, attending, strict=True)
+    }
     problems = [calibration.problem] if calibration.problem else []
     return wire.KvReport(
         policy=asked.policy,
@@ -40,11 +44,12 @@ def kv_report(
             report for group in final.groups() for report in _layer_reports(group, by_layer)
         ),
         effective=dict(final.effective_counts),
-        warnings=(*final.warnings, *problems, *_failures(chosen)),
+        warnings=(*final.warnings, *problems, *_failures([*attending, *packing])),
         calibration=calibration.source,
         sink_tokens=asked.sink_tokens,
         tail_tokens=asked.tail_tokens,
-        backend=_backend(chosen),
+        backend=_names(attending),
+        packing_backend=_names(packing),
         bytes_per_token=cost.effective,
         bytes_per_token_fp16=cost.fp16,
     )
@@ -53,7 +58,7 @@ def kv_report(
 def _layer_reports(group: LayerGroup, chosen: Mapping[int, Choice]) -> Iterator[wire.LayerReport]:
     """Yield what *group* is, in runs of layers that the same backend attends to."""
     layers = range(group.first, group.last + 1)
-    for choice, run in groupby(layers, key=lambda layer: chosen.get(layer, MLX)):
+    for choice, run in groupby(layers, key=lambda layer: chosen.get(layer, MLX.attention)):
         members = list(run)
         yield wire.LayerReport(
             first=members[0],
@@ -67,10 +72,10 @@ def _layer_reports(group: LayerGroup, chosen: Mapping[int, Choice]) -> Iterator[
         )
 
 
-def _backend(chosen: Sequence[Choice]) -> str:
+def _names(chosen: Sequence[Choice]) -> str:
     """Return the backends of packed layers, the most frequent first."""
-    counts = Counter(choice.backend for choice in chosen if choice.backend != MLX.backend)
-    return ", ".join(name for name, _ in counts.most_common()) or MLX.backend
+    counts = Counter(choice.backend for choice in chosen if choice.backend != "mlx")
+    return ", ".join(name for name, _ in counts.most_common()) or "mlx"
 
 
 def _failures(chosen: Sequence[Choice]) -> list[str]:

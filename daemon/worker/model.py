@@ -18,15 +18,16 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, load_tokenizer
 
-from daemon.cache import backends, build, seam
+from daemon.cache import backends, cost, seam
 from daemon.cache.build import CacheFactory
 from daemon.config import wire
-from daemon.errors import PolicyError, WorkerExit, WorkerExitError
+from daemon.errors import PolicyError, WorkerExit, WorkerExitError, first_line
 from daemon.kernels.attention import on_this_device
 from daemon.policy.architecture import Architecture, read_architecture
 from daemon.policy.budget import EXACT_BYTES
 from daemon.policy.claim import padded, sequence_cost
-from daemon.policy.resolve import ResolvedPolicy, resolve
+from daemon.policy.resolve import resolve
+from daemon.policy.resolved import ResolvedPolicy
 from daemon.policy.rules import Batching, architectures
 from daemon.worker.admission import Costs
 from daemon.worker.caches import Subject, put_in_force
@@ -95,12 +96,12 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
         progress=lambda share: progress("measuring the keys (once per model)", 0.85 + 0.15 * share),
     )
     resolved, factory = caches.resolved, caches.factory
-    cost = build.measure(model, factory, vocab_size)
+    bytes_per_token = cost.measure(model, factory)
     attention = on_this_device()
     chosen = backends.choices(model, factory, attention)
     factory = factory.attended_by(attention)
     built = as_built(resolved, factory)
-    report = kv_report(spec.kv, built, factory, chosen, cost, caches.calibration)
+    report = kv_report(spec.kv, built, factory, chosen, bytes_per_token, caches.calibration)
     if spec.kv.strict:
         _refuse_fallbacks(resolved, factory)
         _refuse_lost_budgets(resolved, factory)
@@ -163,15 +164,10 @@ def _load_weights(folder: Path, architecture: Architecture) -> tuple[Any, dict[s
     ) as error:  # SystemExit: mlx_lm.models.olmo exits where its package is missing
         raise WorkerExitError(
             WorkerExit.BAD_CONFIG,
-            f"mlx-lm cannot load {folder}: {_one_line(error)}",
+            f"mlx-lm cannot load {folder}: {first_line(error)}",
             hint=download_again,
         ) from error
     return model, config
-
-
-def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def _weights(model: Any) -> list[mx.array]:
@@ -201,7 +197,7 @@ def _load_tokenizer(folder: Path, spec: wire.WorkerSpec, config: dict[str, Any])
         tokenizer = load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
     except Exception as error:
         raise WorkerExitError(
-            WorkerExit.BAD_CONFIG, f"cannot load the tokenizer of {folder}: {_one_line(error)}"
+            WorkerExit.BAD_CONFIG, f"cannot load the tokenizer of {folder}: {first_line(error)}"
         ) from error
     if spec.server.chat_template is not None:
         path = Path(spec.server.chat_template)
@@ -209,7 +205,7 @@ def _load_tokenizer(folder: Path, spec: wire.WorkerSpec, config: dict[str, Any])
             tokenizer.chat_template = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise WorkerExitError(
-                WorkerExit.BAD_CONFIG, f"cannot read the chat template {path}: {_one_line(error)}"
+                WorkerExit.BAD_CONFIG, f"cannot read the chat template {path}: {first_line(error)}"
             ) from error
     return tokenizer
 

@@ -6,25 +6,37 @@ import importlib.metadata
 import json
 import sys
 from collections.abc import Mapping
+from typing import TypedDict
 
 import mlx.core as mx
 
 
+class Device(TypedDict):
+    """What MLX computes on; *memory_bytes* is what the device has or should use, None: the machine's."""
+
+    device: str
+    name: str
+    memory_bytes: int | None
+
+
 def probe() -> dict[str, object]:
-    """Return device, its name, the bytes of memory that it has or should use (null: the machine's), and versions."""
-    return {
-        **describe(_kind(), mx.device_info()),
-        "versions": {name: importlib.metadata.version(name) for name in ("mlx", "mlx-lm")},
-    }
+    """Return the device and versions."""
+    versions = {name: importlib.metadata.version(name) for name in ("mlx", "mlx-lm")}
+    return {**default_device(), "versions": versions}
 
 
-def describe(kind: str, info: Mapping[str, str | int]) -> dict[str, object]:
+def default_device() -> Device:
+    """Return what MLX's default device is."""
+    return describe(_kind(), mx.device_info())
+
+
+def describe(kind: str, info: Mapping[str, str | int]) -> Device:
     """Return what *info*, of a device of *kind*, says about its memory."""
-    memory = {"cuda": "total_memory", "metal": "max_recommended_working_set_size"}.get(kind)
+    key = {"cuda": "total_memory", "metal": "max_recommended_working_set_size"}.get(kind, "")
     return {
         "device": kind,
         "name": str(info.get("device_name", kind)),
-        "memory_bytes": info.get(memory) if memory else None,
+        "memory_bytes": int(info[key]) if key in info else None,
     }
 
 

@@ -32,7 +32,7 @@ from daemon.measure import demo_model, divergence, evaluation, footprint, plots
 from daemon.measure.divergence import Divergence, MakeRow, Scores, Window
 from daemon.measure.evaluation import Subject
 from daemon.measure.texts import Passage
-from daemon.policy.resolve import request
+from daemon.policy.request import request
 from daemon.policy.schemes import UnknownSchemeError, parse_scheme
 from daemon.policy.spec import KvSpec
 from daemon.policy.store import load_policies

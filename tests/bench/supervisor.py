@@ -17,6 +17,7 @@ import signal
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -109,15 +110,39 @@ def answers_while_workers_hang(site: Site) -> list[float]:
             os.kill(pid, signal.SIGCONT)
 
 
+def answers_while_scraped(site: Site) -> list[float]:
+    """Ask while somebody reads ``/metrics``, once a second."""
+    done = threading.Event()
+
+    def scrape() -> None:
+        while not done.wait(1.0):
+            connection = http.client.HTTPConnection("127.0.0.1", site.status_port or 0)
+            connection.request("GET", "/metrics")
+            connection.getresponse().read()
+            connection.close()
+
+    scraper = threading.Thread(target=scrape)
+    scraper.start()
+    try:
+        return [it for _ in range(3) for it in answers(site)]
+    finally:
+        done.set()
+        scraper.join()
+
+
 def idle_cpu(site: Site, seconds: float) -> float:
     """Return the share of one core that the daemon takes while nothing happens, in percent."""
     assert site.daemon is not None
     process = psutil.Process(site.daemon.pid)
-    before, start = process.cpu_times(), time.monotonic()
+    before, start = cpu_s(process), time.monotonic()
     time.sleep(seconds)
-    after = process.cpu_times()
-    used = (after.user + after.system) - (before.user + before.system)
-    return 100 * used / (time.monotonic() - start)
+    return 100 * (cpu_s(process) - before) / (time.monotonic() - start)
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """Return the CPU time that *process* has taken."""
+    times = process.cpu_times()
+    return times.user + times.system
 
 
 def p99(values: list[float]) -> float:
@@ -136,9 +161,15 @@ def measure(servers: int, *, edits: int, idle_s: float) -> Iterator[Row]:
         found = reloads(site, edits)
         yield Row("save → applied, median", servers, statistics.median(found), "s")
         yield Row("save → applied, worst", servers, max(found), "s", "< 1.5")
+        process = psutil.Process(site.daemon.pid)
+        before = cpu_s(process)
         yield Row("status, p99", servers, p99(answers(site)) * 1000, "ms")
+        each_s = (cpu_s(process) - before) / QUESTIONS
+        yield Row("status, CPU time of an answer", servers, each_s * 1000, "ms")
         hung = p99(answers_while_workers_hang(site)) * 1000
         yield Row("status while half of the workers hang, p99", servers, hung, "ms", "< 20")
+        scraped = p99(answers_while_scraped(site)) * 1000
+        yield Row("status while metrics are scraped, p99", servers, scraped, "ms", "< 20")
 
 
 def main() -> None:

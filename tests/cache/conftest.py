@@ -3,13 +3,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import mlx.core as mx
 import pytest
 
 from daemon.cache import seam
 from daemon.cache.row import Row
 from daemon.cache.sequence import SequenceCache
 from daemon.policy.schemes import parse_scheme
+from tests.tiny_llama import tiny_llama
 
 MakeCaches = Callable[..., list[SequenceCache]]
 
@@ -19,29 +19,10 @@ def _seam() -> None:
     seam.install()
 
 
-@pytest.fixture(scope="session")
-def tiny_llama() -> Any:
+@pytest.fixture(scope="session", name="tiny_llama")
+def _tiny_llama() -> Any:
     """A llama of four layers with GQA and random weights: 2 KV heads of 32 values."""
-    from mlx_lm.models import llama
-
-    mx.random.seed(7)
-    model = llama.Model(
-        llama.ModelArgs(
-            model_type="llama",
-            hidden_size=128,
-            num_hidden_layers=4,
-            intermediate_size=256,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=32,
-            rms_norm_eps=1e-5,
-            vocab_size=997,
-            rope_theta=10000,
-            tie_word_embeddings=True,
-        )
-    )
-    mx.eval(model.parameters())
-    return model
+    return tiny_llama(7)
 
 
 @pytest.fixture

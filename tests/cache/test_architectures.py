@@ -20,7 +20,9 @@ from daemon.cache.build import CacheFactory
 from daemon.cache.latent import LatentCache
 from daemon.cache.sequence import SequenceCache
 from daemon.policy.architecture import Architecture, LayerKind, read_architecture
-from daemon.policy.resolve import ResolvedPolicy, request, resolve
+from daemon.policy.request import request
+from daemon.policy.resolve import resolve
+from daemon.policy.resolved import ResolvedPolicy
 from daemon.policy.rules import Batching, architectures
 from daemon.policy.spec import KvSpec
 from daemon.policy.store import load_policies

@@ -9,12 +9,12 @@ import pytest
 from mlx_lm.models import base
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
-from daemon.cache import build
+from daemon.cache import build, cost
 from daemon.cache.latent import LatentCache
 from daemon.cache.sequence import SequenceCache
 from daemon.kernels import packing
 from daemon.policy.architecture import LayerKind
-from daemon.policy.resolve import LayerPlan
+from daemon.policy.resolved import LayerPlan
 from daemon.policy.schemes import parse_scheme
 
 VOCAB = 499
@@ -326,10 +326,10 @@ def test_a_number_of_caches_that_fits_no_plan_falls_back() -> None:
 def test_measured_bytes_per_token_are_those_of_the_scheme(scheme: str, bits: int) -> None:
     model = tiny("llama")
 
-    cost = build.measure(model, build.plan_caches(model, plans(4, scheme)), VOCAB)
+    found = cost.measure(model, build.plan_caches(model, plans(4, scheme)))
 
-    assert cost.effective == 4 * 2 * (32 * bits + 16 + 16) / 8
-    assert cost.fp16 == 4 * 2 * 32 * 2 * 2
+    assert found.effective == 4 * 2 * (32 * bits + 16 + 16) / 8
+    assert found.fp16 == 4 * 2 * 32 * 2 * 2
 
 
 @pytest.mark.parametrize(
@@ -343,9 +343,9 @@ def test_measured_bytes_do_not_depend_on_sinks_tail_and_fold(
     ]
     model = tiny("llama")
 
-    cost = build.measure(model, build.plan_caches(model, layers), VOCAB)
+    found = cost.measure(model, build.plan_caches(model, layers))
 
-    assert cost.effective == 4 * 2 * (32 * 12 + 16 + 16) / 8
+    assert found.effective == 4 * 2 * (32 * 12 + 16 + 16) / 8
 
 
 def test_the_fold_of_a_plan_is_that_of_its_cache() -> None:
@@ -361,6 +361,6 @@ def test_full_precision_is_measured_as_the_model_computes() -> None:
     """Float32 weights keep float32 keys: the figure says so, and the comparison is still with 16 bits."""
     model = tiny("llama")
 
-    cost = build.measure(model, build.plan_caches(model, plans(4, "fp16")), VOCAB)
+    found = cost.measure(model, build.plan_caches(model, plans(4, "fp16")))
 
-    assert (cost.effective, cost.fp16) == (4 * 2 * 32 * 2 * 4, 4 * 2 * 32 * 2 * 2)
+    assert (found.effective, found.fp16) == (4 * 2 * 32 * 2 * 4, 4 * 2 * 32 * 2 * 2)

@@ -12,7 +12,7 @@ from daemon.cache.build import CacheFactory
 from daemon.cache.calibrate import KeyStatistics
 from daemon.cache.profile import Profile, ProfileError
 from daemon.policy.architecture import LayerKind
-from daemon.policy.resolve import LayerPlan
+from daemon.policy.resolved import LayerPlan
 from daemon.policy.schemes import parse_scheme
 
 TOKENS = [(i * i * 31 + i * 7) % 997 for i in range(600)]

@@ -11,7 +11,8 @@ import pytest
 from daemon.cache.row import Row
 from daemon.cache.sequence import BatchCache
 from daemon.kernels import attention
-from daemon.kernels.attention import REFERENCE, Choice
+from daemon.kernels.attention import REFERENCE
+from daemon.kernels.backend import Choice
 from daemon.kernels.keys import KeyTransform, Rotary
 from daemon.policy.schemes import parse_scheme
 from tests.cache.test_architectures import VOCAB, built

@@ -6,7 +6,6 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models import llama
 
 from daemon.cache.row import Row
 from daemon.cache.sequence import SequenceCache
@@ -16,6 +15,7 @@ from daemon.kernels.case import Attend
 from daemon.kernels.rotation import unrotate
 from daemon.policy.schemes import parse_scheme
 from tests.cache.test_architectures import alive, built, distance, logits
+from tests.tiny_llama import tiny_llama
 
 DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16}
 # Without experts: MLX has no matrix product of gathered matrices in half precision on a CPU.
@@ -49,20 +49,13 @@ def test_half_precision_weights_give_close_and_finite_logits(family: str, dtype:
 @pytest.mark.parametrize("scheme", ["turbo8v4", "turbo4v3"])
 def test_every_head_dim_is_served(head_dim: int, scheme: str) -> None:
     """80, 96, 112 and 192 have Hadamard matrices of their own; 100 has none."""
-    mx.random.seed(5)
-    model = llama.Model(
-        llama.ModelArgs(
-            model_type="llama",
-            hidden_size=64,
-            num_hidden_layers=2,
-            intermediate_size=64,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=head_dim,
-            rms_norm_eps=1e-5,
-            vocab_size=96,
-            tie_word_embeddings=True,
-        )
+    model = tiny_llama(
+        5,
+        hidden_size=64,
+        num_hidden_layers=2,
+        intermediate_size=64,
+        head_dim=head_dim,
+        vocab_size=96,
     )
     model.update({"model": {"norm": {"weight": alive(mx.zeros(64), mx.float32)}}})
     caches = {

@@ -42,8 +42,12 @@ class Chromium:
     def __init__(self, path: str, folder: Path) -> None:
         sandbox = () if os.getuid() else ("--no-sandbox",)  # Chromium has none for root
         self._log = (folder.parent / "chromium.log").open("wb")
+        # a BLAS that is preloaded into the tests for MLX's sake is none of a browser's business
+        environment = dict(os.environ)  # noqa: TID251 - the environment of a child
+        environment.pop("LD_PRELOAD", None)
         self.process = subprocess.Popen(
             [path, *sandbox, f"--user-data-dir={folder}", *FLAGS],
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,

@@ -12,7 +12,7 @@ import pytest
 
 from daemon.config.wire import WorkerSpec
 from daemon.policy import store
-from daemon.policy.resolve import request as kv_request
+from daemon.policy.request import request as kv_request
 from daemon.policy.spec import KvSpec
 from daemon.worker.engine import LoadedEngine, start_engine
 from daemon.worker.requests import GenerationRequest, Sampling

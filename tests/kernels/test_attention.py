@@ -10,7 +10,8 @@ import mlx.core as mx
 import pytest
 
 from daemon.kernels import attention, proof, reference
-from daemon.kernels.attention import Attention, backend_of
+from daemon.kernels.attention import Attention
+from daemon.kernels.backend import Choice, backend_of
 from daemon.kernels.case import Case
 from daemon.kernels.stored import RawSide
 from daemon.policy.schemes import parse_scheme
@@ -60,11 +61,11 @@ def test_a_cpu_proves_its_own_kernels_once_for_the_process() -> None:
     device = attention.on_this_device()
 
     assert device is attention.on_this_device()
-    assert device.choice(case()) == attention.Choice("cpu")
+    assert device.choice(case()) == Choice("cpu")
 
 
 def test_without_kernels_there_is_no_reason_to_give() -> None:
-    assert attention.REFERENCE.choice(case()) == attention.Choice("reference")
+    assert attention.REFERENCE.choice(case()) == Choice("reference")
 
 
 @pytest.mark.parametrize("asked", CASES, ids=str)
@@ -83,7 +84,7 @@ def test_kernels_that_agree_with_the_reference_run(asked: Case) -> None:
 
     out = given.run(attending)
 
-    assert attending.choice(asked) == attention.Choice("cuda")
+    assert attending.choice(asked) == Choice("cuda")
     assert kernels.calls == [asked] * 3  # two samples to prove it, and the answer
     assert mx.array_equal(out, given.run(reference))
 
@@ -121,8 +122,8 @@ def test_what_kernels_refuse_runs_on_the_reference_and_is_no_failure() -> None:
         given = proof.sample(asked, seed=1)
         assert mx.array_equal(given.run(attending), given.run(reference))
 
-    assert attending.choice(refused) == attention.Choice("reference", "no 3.5-bit codes")
-    assert attending.choice(accepted) == attention.Choice("metal")
+    assert attending.choice(refused) == Choice("reference", "no 3.5-bit codes")
+    assert attending.choice(accepted) == Choice("metal")
     assert set(kernels.calls) == {accepted}
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from daemon.kernels import codec, encode, metal, packing
-from daemon.kernels.attention import Choice
+from daemon.kernels.backend import Choice
 from daemon.kernels.packing import TileLayout
 from daemon.kernels.rotation import Side
 from daemon.policy.schemes import SCHEMES, Codec

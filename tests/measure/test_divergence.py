@@ -12,7 +12,8 @@ from daemon.measure import divergence
 from daemon.measure.evaluation import rows_of
 from daemon.measure.texts import Passage
 from daemon.policy.architecture import read_architecture
-from daemon.policy.resolve import request, resolve
+from daemon.policy.request import request
+from daemon.policy.resolve import resolve
 from daemon.policy.schemes import parse_scheme
 from daemon.policy.spec import KvSpec
 from daemon.policy.store import load_policies

@@ -10,7 +10,7 @@ import pytest
 from daemon.cache import build
 from daemon.measure import serving
 from daemon.policy.architecture import LayerKind
-from daemon.policy.resolve import LayerPlan
+from daemon.policy.resolved import LayerPlan
 from daemon.policy.schemes import parse_scheme
 
 TEXT = [(i * 131 + 7) % 499 for i in range(600)]

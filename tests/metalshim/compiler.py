@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -112,13 +113,15 @@ def lint(source: str) -> list[str]:
 
 
 def _precompiled_header(mode: str) -> Path:
+    """Return MLX's own header, precompiled next to it; it names the files it was made of, so each checkout has its own."""
     parts = [path.read_text() for path in sorted(INCLUDE.rglob("*")) if path.is_file()]
     parts += [
         (CPP / "abi.h").read_text(),
         str(_clang()),
         str(_FLAGS),
         str(MODES[mode]),
-        str(_mlx()),
+        *map(str, (INCLUDE, _folder(), _mlx())),
+        importlib.metadata.version("mlx"),
     ]
     header = _folder() / f"metal-{mode}-{_hash(*parts)}.h"
     if not Path(f"{header}.pch").exists():
@@ -126,7 +129,11 @@ def _precompiled_header(mode: str) -> Path:
             '#include "mlx/backend/metal/kernels/utils.h"\n'
         )  # as every kernel of MLX begins
         part = f"{header}.{os.getpid()}"
-        _run("-x", "c++-header", *_FLAGS, *MODES[mode], *_includes(), str(header), "-o", part)
+        no_dates = (
+            "-Xclang",
+            "-fno-pch-timestamp",
+        )  # files that a checkout writes again are the same
+        _run("-x", "c++-header", *_FLAGS, *MODES[mode], *no_dates, *_includes(), str(header), "-o", part)  # fmt: skip
         Path(part).replace(f"{header}.pch")
     return header
 

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import pytest
+from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics import parser as openmetrics
 
 from daemon.config.wire import Histogram
-from daemon.metrics.exposition import Page
+from daemon.metrics.exposition import Exposition, Page
 from tests.metrics.lint import lint, value
 
 PLAIN = ""
@@ -44,12 +45,26 @@ def test_label_values_are_escaped() -> None:
 def test_openmetrics_is_written_for_those_who_ask_for_it() -> None:
     page = Page()
     page.add("tqd_prompt_tokens_total", 7)
+    page.add("tqd_requests_running", 2)
     written = page.render("application/openmetrics-text;version=1.0.0,text/plain;q=0.5")
 
     assert written.content_type.startswith("application/openmetrics-text")
-    (family,) = openmetrics.text_string_to_metric_families(written.body.decode())
-    assert (family.type, family.samples[0].value) == ("counter", 7)
+    found = openmetrics.text_string_to_metric_families(written.body.decode())
+    families = [(it.type, it.samples[0].value) for it in found]
+    assert families == [("gauge", 2), ("counter", 7)]
     assert page.render("*/*").content_type.startswith("text/plain; version=0.0.4")
+
+
+@pytest.mark.parametrize("accept", [PLAIN, "application/openmetrics-text;version=1.0.0"])
+def test_a_page_in_parts_is_what_it_would_be_at_once(accept: str) -> None:
+    page, waited = Page(), Histogram(bounds=(0.1, 1.0), counts=(2, 0, 1), sum=5.5)
+    for number in range(70):
+        page.add("tqd_requests_total", 3, server=f"s{number}", endpoint="/v1/models", code="200")
+        page.add_histogram("tqd_queue_time_seconds", waited, server=f"s{number}")
+    encode, content_type = choose_encoder(accept)
+
+    assert page.render(accept) == Exposition(encode(page), content_type)
+    assert len(list(page.parts(accept))) == 1 + 4
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import asyncio
 import base64
 import hashlib
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -15,12 +15,13 @@ from aiohttp.test_utils import TestClient, TestServer
 from daemon.config.address import Endpoint
 from daemon.metrics.exposition import Page
 from daemon.ops.applied import AppliedConfig
-from daemon.ops.document import Document, OpenRequests, ServerStatus
+from daemon.ops.document import OpenRequests, ServerStatus
 from daemon.ops.endpoint import StatusEndpoint
 from daemon.ops.events import EventLog
 from daemon.ops.history import HistoryDocument, Transition
 from daemon.ops.metrics import metrics
 from daemon.ops.status import View, document, open_requests, server_status, unready
+from daemon.ops.written import Writer, Written
 from daemon.supervisor.plan import Fleet
 from daemon.supervisor.server import State
 
@@ -44,8 +45,8 @@ class FakeSource:
     def server_history(self, name: str) -> Sequence[Transition]:
         return [TRANSITION]
 
-    def status(self) -> Document:
-        return document(replace(self._view, seq=self._log.seq))
+    def status(self) -> Written:
+        return Writer().write(replace(self._view, seq=self._log.seq))
 
     def server(self, name: str) -> ServerStatus | None:
         server = self._view.fleet.servers.get(name)
@@ -55,8 +56,8 @@ class FakeSource:
         server = self._view.fleet.servers.get(name)
         return None if server is None else open_requests(self._view, server)
 
-    def metrics(self) -> Page:
-        return metrics(self._view)
+    def metrics(self, page: Page) -> Iterator[None]:
+        return metrics(self._view, page)
 
     def unready(self, names: list[str] | None) -> dict[str, str]:
         return unready(self._view.fleet, names)
@@ -198,6 +199,22 @@ def test_history_and_the_applied_configuration_have_pages(view: View) -> None:
     assert ask(view, "/v1/servers/chat/history")[1] == {"history": [TRANSITION]}
     assert ask(view, "/v1/servers/nobody/history")[0] == 404
     assert ask(view, "/v1/config")[1] == {"generation": 3}
+
+
+@pytest.mark.parametrize("accept", ["*/*", "application/openmetrics-text;version=1.0.0"])
+def test_a_scrape_gets_the_whole_page_in_the_format_that_it_accepts(
+    view: View, accept: str
+) -> None:
+    async def work(client: TestClient[web.Request, web.Application], log: EventLog) -> Answer:
+        async with client.get("/metrics", headers={"Accept": accept}) as answer:
+            return answer.status, await answer.read(), answer.headers.copy()
+
+    status, body, headers = visit(view, work)
+    page = Page()
+    for _ in metrics(view, page):
+        pass
+    expected = page.render(accept)
+    assert (status, body, headers["Content-Type"]) == (200, expected.body, expected.content_type)
 
 
 def test_the_dashboard_may_run_its_own_script_and_nothing_else(view: View) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from daemon.config.wire import Histogram, RequestCounts
 from daemon.metrics.catalogue import FAMILIES
+from daemon.metrics.exposition import Page
 from daemon.ops.metrics import metrics
 from daemon.ops.status import View
 from daemon.supervisor.plan import Fleet
@@ -41,12 +42,19 @@ def busy(view: View) -> View:
     return replace(view, reports={"chat": report})
 
 
+def filled(view: View) -> Page:
+    page = Page()
+    for _ in metrics(view, page):
+        pass
+    return page
+
+
 def text(view: View) -> str:
-    return metrics(view).render("").body.decode()
+    return filled(view).render("").body.decode()
 
 
 def test_the_page_is_clean_and_holds_every_family_of_the_catalogue(busy: View) -> None:
-    written = {it.name for it in metrics(busy).collect()}
+    written = {it.name for it in filled(busy).collect()}
     expected = {it.removesuffix("_total") for it in FAMILIES.keys() - NOT_YET}
 
     assert lint(text(busy)) == []
@@ -162,3 +170,7 @@ def test_secrets_are_not_on_the_page(view: View) -> None:
     keyed = replace(view, fleet=Fleet("b", {"chat": replace(chat, spec=spec)}))
 
     assert "hunter2" not in text(keyed)
+
+
+def test_others_get_their_turn_after_each_server(busy: View) -> None:
+    assert len(list(metrics(busy, Page()))) == len(busy.fleet.servers)

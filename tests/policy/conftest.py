@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from daemon.policy.architecture import Architecture, Layer, LayerKind, read_architecture
-from daemon.policy.resolve import ResolvedPolicy, request, resolve
+from daemon.policy.request import request
+from daemon.policy.resolve import resolve
+from daemon.policy.resolved import ResolvedPolicy
 from daemon.policy.spec import KvSpec, NamedPolicy
 from daemon.policy.store import load_policies
 

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from daemon.policy.architecture import Architecture, Layer, LayerKind
 from daemon.policy.budget import kv_bytes, kv_cost, longest_context, weights_bytes
-from daemon.policy.resolve import ResolvedPolicy, request, resolve
+from daemon.policy.request import request
+from daemon.policy.resolve import resolve
+from daemon.policy.resolved import ResolvedPolicy
 from daemon.policy.spec import KvSpec, NamedPolicy
 from daemon.policy.store import load_policies
 

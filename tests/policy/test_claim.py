@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from daemon.policy.architecture import Architecture, Layer, LayerKind
 from daemon.policy.budget import kv_bytes
 from daemon.policy.claim import KEPT_BYTES, PROCESS_BYTES, Device, Sizing, padded
-from daemon.policy.resolve import request, resolve
+from daemon.policy.request import request
+from daemon.policy.resolve import resolve
 from daemon.policy.spec import KvSpec
 from daemon.policy.store import load_policies
 

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from daemon.errors import PolicyError
 from daemon.policy.architecture import Architecture, Layer, LayerKind
 from daemon.policy.evidence import allowance
-from daemon.policy.resolve import ResolvedPolicy, request, resolve, rotation
+from daemon.policy.request import request
+from daemon.policy.resolve import resolve, rotation
+from daemon.policy.resolved import ResolvedPolicy
 from daemon.policy.rules import AllowEntry
 from daemon.policy.spec import KvRequest, KvSpec, LayerRule, NamedPolicy
 from daemon.policy.store import load_allowlist

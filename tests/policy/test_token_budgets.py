@@ -8,7 +8,7 @@ from daemon.errors import PolicyError
 from daemon.policy.architecture import Architecture
 from daemon.policy.budget import kv_bytes, kv_cost
 from daemon.policy.matching import check_rules, least_token_budget
-from daemon.policy.resolve import ResolvedPolicy
+from daemon.policy.resolved import ResolvedPolicy
 from daemon.policy.spec import LayerRule
 from daemon.policy.token_budgets import layers_text
 

@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import cast
 
 import pytest
 
@@ -19,8 +18,8 @@ from daemon.errors import (
     TqdError,
     UnknownServerError,
 )
-from daemon.ops.document import Document
 from daemon.ops.events import EventPage
+from daemon.ops.written import Written
 from daemon.paths import StateDir
 from daemon.supervisor.client import Client
 from daemon.supervisor.control import ControlSocket
@@ -36,8 +35,8 @@ class FakeDaemon:
         self.asked: list[object] = []
         self.failure: Exception | None = None
 
-    def status(self) -> Document:
-        return cast("Document", {"schema": 1})
+    def status(self) -> Written:
+        return Written(b'{"schema": 1}', etag="")
 
     async def act(self, action: Action, names: Sequence[str] | None) -> Mapping[str, int]:
         self._ask((action, names))

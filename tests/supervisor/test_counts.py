@@ -9,7 +9,8 @@ import pytest
 from daemon.config.spec import ServerSpec
 from daemon.supervisor import events
 from daemon.supervisor.counts import Counts
-from daemon.supervisor.lifecycle import SPAWN_TIMEOUT_S, step
+from daemon.supervisor.exits import SPAWN_TIMEOUT_S
+from daemon.supervisor.lifecycle import step
 from daemon.supervisor.server import Cause, Server
 
 SPEC = ServerSpec(model="m", port=1)

@@ -52,7 +52,7 @@ def test_the_answer_is_kept_until_something_it_depends_on_changes(
 
     device.facts(state, {"CUDA_VISIBLE_DEVICES": "1"})
     assert asked.count == 2
-    monkeypatch.setattr("daemon.supervisor.device._version", lambda name: "9.9")
+    monkeypatch.setattr("daemon.supervisor.device.installed", lambda _: {"mlx": "9.9"})
     device.facts(state, {"CUDA_VISIBLE_DEVICES": "1"})
     assert asked.count == 3
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from daemon.config.spec import ProbeSpec, RestartSpec, ServerSpec
-from daemon.supervisor import events, lifecycle
+from daemon.supervisor import events, exits, lifecycle
 from daemon.supervisor.events import (
     Beat,
     Block,
@@ -167,7 +167,7 @@ def test_news_of_an_earlier_launch_changes_nothing(machine: Machine) -> None:
 
 
 def test_a_silent_spawn_is_ended_and_counts_as_a_failure(machine: Machine) -> None:
-    machine.to(State.STARTING)(Tick(), after=lifecycle.SPAWN_TIMEOUT_S)
+    machine.to(State.STARTING)(Tick(), after=exits.SPAWN_TIMEOUT_S)
     assert machine.state is State.STOPPING
 
     machine(Exited(1, -15))

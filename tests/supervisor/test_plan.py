@@ -406,6 +406,25 @@ def test_a_drained_worker_is_told_before_it_is_signalled() -> None:
     assert world.effects[-2:] == [SendDrain("a", 1, 5.0), SendSignal("a", 1, "TERM")]
 
 
+def test_heartbeats_together_do_what_each_does_alone() -> None:
+    together, alone = World(), World()
+    for world in (together, alone):
+        world.apply(put("a", 1), put("b", 2))
+        world.load("a")
+        world.load("b")
+        world.now += 3.0
+    news = (Told("a", Beat(1, 5, 10)), Told("b", Beat(1, 7)), Told("a", Beat(1, 5, 20)))
+
+    together.do(plan.Beats(news))
+    for told in news:
+        alone.do(told)
+
+    assert together.fleet == alone.fleet
+    worker = together.fleet.servers["a"].worker
+    assert worker is not None
+    assert (worker.moved_at, worker.promised) == (together.now, 20)
+
+
 def test_a_turn_that_changes_no_address_is_known_as_one() -> None:
     world = World()
     world.apply(put("a", 1), put("b", 2))
@@ -413,7 +432,7 @@ def test_a_turn_that_changes_no_address_is_known_as_one() -> None:
     before = world.fleet
     world.tell("a", Beat(1, 5))
     assert before.servers["a"] is not world.fleet.servers["a"]
-    assert plan.same_listeners(before, world.fleet)
+    assert plan.same_listeners(before, world.fleet, plan.changed(before, world.fleet))
 
     for change in (
         Told("b", Exited(1, 1)),
@@ -423,7 +442,7 @@ def test_a_turn_that_changes_no_address_is_known_as_one() -> None:
         Close(),
     ):
         after, _ = plan.step(before, change, 0.0)
-        assert not plan.same_listeners(before, after)
+        assert not plan.same_listeners(before, after, plan.changed(before, after))
 
 
 def test_remembered_wakes_are_those_of_the_fleet() -> None:

@@ -18,6 +18,7 @@ from daemon.config import wire
 from daemon.config.spec import ServerSpec
 from daemon.policy.spec import KvRequest
 from daemon.supervisor.process import Child, Message
+from daemon.supervisor.rounds import Rounds
 
 KV = KvRequest(
     policy="balanced", k="int8", v="turbo4", explicit=False, boundary_v=0, boundary_mode="int8",
@@ -78,7 +79,7 @@ def attend(
         child = Child.spawn(command, {}, SPEC, listener)
         witness = Witness(lambda: then(child))
         async with asyncio.timeout(30):
-            return await child.attend(witness), witness
+            return await child.attend(witness, Rounds()), witness
 
     return asyncio.run(run())
 
@@ -134,7 +135,7 @@ def test_words_sent_before_the_child_listens_arrive_in_order(listener: socket.so
         for timeout_s in (1.0, 2.0, 3.0):
             child.send(wire.Drain(timeout_s=timeout_s))
         async with asyncio.timeout(30):
-            return await child.attend(Witness())
+            return await child.attend(Witness(), Rounds())
 
     assert asyncio.run(run()) == 0
 
@@ -178,7 +179,7 @@ sys.exit(0)
 def test_signals_after_the_end_reach_nobody(listener: socket.socket) -> None:
     async def run() -> None:
         child = Child.spawn([sys.executable, "-c", "pass"], {}, SPEC, listener)
-        await child.attend(Witness())
+        await child.attend(Witness(), Rounds())
         child.terminate()
         child.kill()
         child.send(wire.Drain(timeout_s=1.0))
@@ -195,9 +196,9 @@ def test_a_sibling_does_not_hold_the_lease_of_another(listener: socket.socket) -
         second = Child.spawn([sys.executable, "-c", wait], {}, SPEC, listener)
         witness = Witness(lambda: first._channel.shutdown(socket.SHUT_WR))
         async with asyncio.timeout(30):
-            code = await first.attend(witness)
+            code = await first.attend(witness, Rounds())
         second.kill()
-        return code, await second.attend(Witness())
+        return code, await second.attend(Witness(), Rounds())
 
     assert asyncio.run(run()) == (7, -signal.SIGKILL)
 

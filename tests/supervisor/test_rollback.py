@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from daemon.config.spec import ProbeSpec, RestartSpec, ServerSpec
-from daemon.supervisor import events, lifecycle, plan
+from daemon.supervisor import events, exits, plan
 from daemon.supervisor.events import (
     Beat,
     Exited,
@@ -114,7 +114,7 @@ def ends_without_an_error(bench: Bench) -> None:
 
 
 def says_nothing(bench: Bench) -> None:
-    bench.pass_time(lifecycle.SPAWN_TIMEOUT_S)
+    bench.pass_time(exits.SPAWN_TIMEOUT_S)
     bench.exit(-15)
 
 

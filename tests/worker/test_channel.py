@@ -13,7 +13,7 @@ from daemon.errors import WorkerExitError
 from daemon.worker.channel import Channel
 from tests.worker.specs import worker_spec
 
-NUMBERS = dict.fromkeys(Snapshot.model_fields.keys() - {"type", "requests"}, 0)
+NUMBERS = dict.fromkeys(Snapshot.model_fields.keys() - {"type", "requests", "open"}, 0)
 
 
 @pytest.fixture

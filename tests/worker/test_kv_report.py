@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
 
+from daemon.cache import backends
 from daemon.kernels.attention import Attention
+from daemon.kernels.backend import Choice
 from daemon.policy.spec import LayerRule
 from daemon.worker import model as worker_model
 from daemon.worker.model import LoadedModel
@@ -82,3 +85,17 @@ def test_layers_are_told_apart_by_what_attends_to_them(
     assert report.layers[1].backend_reason == "no 2-bit values"
     assert report.backend == "cuda, reference"
     assert not [text for text in report.warnings if "kernels" in text]
+
+
+def test_what_packs_is_reported_and_a_kernel_that_fails_gives_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = Choice("reference", "the metal kernels fail to encode on this device", failed=True)
+    chosen = SimpleNamespace(choice=lambda it: failed if it.v.bits == 2 else Choice("metal"))
+    monkeypatch.setattr(backends, "encode", chosen)
+    rules = (LayerRule(match="1-1", mode="turbo8v2"), LayerRule(match="3-3", mode="fp16"))
+    report = load(tmp_path / "m", monkeypatch, FakeKernels(), layers=rules).kv_report
+
+    assert (report.backend, report.packing_backend) == ("cuda", "metal, reference")
+    (warning,) = [text for text in report.warnings if "kernels" in text]
+    assert warning == f"{failed.reason}; the reference runs instead, which is slower"

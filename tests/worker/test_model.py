@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from daemon.cache import build
 from daemon.cache.latent import LatentCache
 from daemon.errors import WorkerExit, WorkerExitError
 from daemon.policy.spec import LayerRule
@@ -72,9 +73,7 @@ def test_strict_accepts_boundary_layers_as_they_were_asked_for(tmp_path: Path) -
 def test_strict_refuses_what_the_loaded_model_cannot_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        worker_model.build, "probe", lambda _, factory, __: factory.fall_back("a reason")
-    )
+    monkeypatch.setattr(build, "probe", lambda _, factory, __: factory.fall_back("a reason"))
     folder = write_tiny_model(tmp_path / "m")
 
     assert load(folder).kv_report.effective == {"fp16": 3}
@@ -91,7 +90,7 @@ def test_a_model_that_cannot_run_here_is_refused_with_what_it_raised(
     def broken(*_: Any) -> mx.array:
         raise RuntimeError("[GatherMM::eval] Currently only supports float32.\nmore")
 
-    monkeypatch.setattr(worker_model.build, "probe", broken)
+    monkeypatch.setattr(build, "probe", broken)
 
     with pytest.raises(
         WorkerExitError, match=r"cannot run m here: \[GatherMM::eval\] .* float32\.$"

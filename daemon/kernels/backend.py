@@ -1,0 +1,59 @@
+"""Which device's kernels there are, and how it is decided whether they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import mlx.core as mx
+
+Backend = Literal["reference", "cpu", "metal", "cuda", "mlx"]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What runs a case, and why not the device's kernels; *failed*: they should have been able to.
+
+    Where nothing is packed there is no case, and mlx runs by itself.
+    """
+
+    backend: Backend
+    reason: str | None = None
+    failed: bool = False
+
+    @property
+    def fused(self) -> bool:
+        """Whether the device's kernels run it."""
+        return self.backend != "reference"
+
+
+def choose(backend: Backend, refusal: str | None, problem: Callable[[], str | None]) -> Choice:
+    """Return *backend* unless its kernels refuse, or have a *problem*, which is asked for only if they do not.
+
+    A problem is the end of a sentence that begins with the kernels.
+    """
+    if refusal is not None:
+        return Choice("reference", refusal)
+    found = problem()
+    if found is not None:
+        return Choice("reference", f"the {backend} kernels {found}", failed=True)
+    return Choice(backend)
+
+
+def backend_of(*, gpu: bool, metal: bool, cuda: bool) -> Backend:
+    """Return whose kernels fit a device: *gpu* is MLX's default, and MLX was built for *metal* or *cuda*."""
+    if not gpu:
+        return "cpu"
+    if metal:
+        return "metal"
+    return "cuda" if cuda else "reference"
+
+
+def backend_of_device() -> Backend:
+    """Return whose kernels fit MLX's default device."""
+    return backend_of(
+        gpu=mx.default_device() != mx.Device(mx.cpu),
+        metal=mx.metal.is_available(),
+        cuda=mx.cuda.is_available(),
+    )
