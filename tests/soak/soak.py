@@ -227,6 +227,8 @@ class Soak:
                 )
             except urllib.error.HTTPError as error:
                 ended = f"HTTP {error.code}"
+            except urllib.error.URLError:  # nothing listens: it is stopped, or the daemon is gone
+                ended = "no connection"
             except (OSError, http.client.HTTPException):  # its worker was killed
                 ended = "cut"
             self.streams[ended] += 1
