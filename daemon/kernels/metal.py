@@ -11,7 +11,7 @@ The kernels are executed and compared with the reference on a CPU emulation of M
 from __future__ import annotations
 
 import importlib.resources
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import cast
 
@@ -291,20 +291,18 @@ def _sizes(*numbers: int) -> mx.array:
 @cache
 def _centroids(kind: Codec, dim: int) -> mx.array:
     """Return the centroids by code, and zeros up to 32."""
-    table = np.zeros(32, dtype=np.float32)
-    if kind not in (FP16, INT8):
-        values = codebook.centroids(kind.bits, dim)
-        table[: len(values)] = values
-    return mx.array(table)
+    return _filled([] if kind in (FP16, INT8) else codebook.centroids(kind.bits, dim), 32)
 
 
 @cache
 def _thresholds(kind: Codec, dim: int) -> mx.array:
     """Return the thresholds between the centroids that are not negative, and zeros up to 16."""
-    table = np.zeros(16, dtype=np.float32)
-    if kind not in (FP16, INT8):
-        values = codebook.thresholds(kind.bits, dim)
-        table[: len(values)] = values
+    return _filled([] if kind in (FP16, INT8) else codebook.thresholds(kind.bits, dim), 16)
+
+
+def _filled(values: Sequence[float] | codebook.Float, size: int) -> mx.array:
+    table = np.zeros(size, dtype=np.float32)
+    table[: len(values)] = values
     return mx.array(table)
 
 
