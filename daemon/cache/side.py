@@ -66,7 +66,8 @@ class FullPrecision:
             return
         missing = self._sink_tokens - self._head_count
         if missing > 0:
-            sinks, x = x[:, :missing], x[:, missing:]
+            # a copy: a slice would keep the whole chunk that it was cut from
+            sinks, x = mx.contiguous(x[:, :missing]), x[:, missing:]
             self._head = (
                 sinks if self._head is None else mx.concatenate([self._head, sinks], axis=1)
             )

@@ -252,6 +252,27 @@ def test_bytes_are_those_of_the_scheme(scheme: str) -> None:
     assert row.nbytes >= row.used_bytes
 
 
+@pytest.mark.parametrize("scheme", ["fp16", "int8", "turbo0v4", "turbo4v4"])
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("tail", [0, 32])
+def test_memory_is_held_for_what_is_stored_and_for_nothing_else(
+    scheme: str, heads: int, tail: int
+) -> None:
+    """A slice of an array keeps the whole array: sinks once held all of a prompt's first chunk."""
+    before = mx.get_active_memory()
+    row = Row(parse_scheme(scheme), sink_tokens=4, tail_tokens=tail)
+
+    for count in (2048, 512, 1, 1):
+        keys, values = (mx.random.normal((heads, count, 64)) for _ in "kv")
+        mx.eval(keys, values)
+        row.append(keys, values)
+        mx.eval(row.arrays)
+        del keys, values
+
+    held = mx.get_active_memory() - before
+    assert held <= row.nbytes + 2**14, f"{held:,} bytes for {row.nbytes:,}"
+
+
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
 def test_output_has_the_queries_dtype(dtype: mx.Dtype) -> None:
     row = Row(parse_scheme("turbo8v4"), sink_tokens=4, tail_tokens=32)
