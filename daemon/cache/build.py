@@ -127,6 +127,10 @@ class CacheFactory:
         """Return one cache for each slot, empty."""
         return self._make(lambda slot: slot.row(attention=self._attention))
 
+    def packed(self, caches: Sequence[Any]) -> Caches:
+        """Return copies of *caches*, mlx-lm's own with tokens in them, packed as those that this factory makes."""
+        return convert_slots(caches, self.slots, self._attention)
+
     def stock(self) -> Caches:
         """Return mlx-lm's own caches."""
         made = self._stock()

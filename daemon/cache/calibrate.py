@@ -33,6 +33,7 @@ SKIP_KEYS = 4  # the first tokens are sinks: large, unlike all others, and never
 SKIP_QUERIES = 64
 SCALE_LIMIT = 16.0
 REGULARIZE = 1e-5  # of a head's mean: some models have channels that are exactly zero
+_TINY = 1e-30  # and some have heads that are
 
 
 @dataclass(frozen=True)
@@ -297,8 +298,10 @@ def key_scale(key_squares: mx.array, query_squares: mx.array | None) -> mx.array
     """Return s = sqrt(σ_k/σ_q) per channel from mean squares (H, dim), geometric mean 1 over each head's channels."""
     if query_squares is None:
         return mx.ones_like(key_squares)
-    k = key_squares + REGULARIZE * mx.mean(key_squares, axis=-1, keepdims=True)
-    q = query_squares + REGULARIZE * mx.mean(query_squares, axis=-1, keepdims=True)
+    k, q = (
+        squares + REGULARIZE * mx.mean(squares, axis=-1, keepdims=True) + _TINY
+        for squares in (key_squares, query_squares)
+    )
     log_scale = (mx.log(k) - mx.log(q)) / 4
     log_scale = log_scale - mx.mean(log_scale, axis=-1, keepdims=True)
     limited = mx.clip(mx.exp(log_scale), 1 / SCALE_LIMIT, SCALE_LIMIT)

@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
-from daemon.cache.build import convert
-from daemon.cache.row import Row
+from daemon.cache.build import parts
 from daemon.measure.texts import Passage
 
 PREFILL_CHUNK = 512
@@ -30,8 +29,8 @@ BLOCK = 8  # tokens decoded at once; divides a tile, and is what decode attentio
 
 Floats = npt.NDArray[np.float32]
 PerPosition = npt.NDArray[np.float64]
-MakeRow = Callable[[int], Row | None]
-"""Gives an empty row for the cache of that index; None: it stays mlx-lm's own."""
+Pack = Callable[[Sequence[Any]], list[Any]]
+"""Gives copies of mlx-lm's own caches of one sequence, packed where a policy says so."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +74,9 @@ class Divergence:
         return self.perplexity / self.reference_perplexity - 1
 
 
-def exact(_: int) -> None:
-    """Make no row: the reference keeps all of mlx-lm's own caches."""
+def exact(caches: Sequence[Any]) -> list[Any]:
+    """Return copies of *caches*, packed nowhere: the reference."""
+    return [copy.deepcopy(cache) for cache in caches]
 
 
 def prefill(model: Any, passage: Passage) -> Window:
@@ -99,30 +99,24 @@ def feed(model: Any, tokens: Sequence[int], caches: Sequence[Any]) -> None:
         mx.eval([cache.state for cache in caches])
 
 
-def converted(caches: Sequence[Any], make_row: MakeRow) -> list[Any]:
-    """Return copies of mlx-lm's own *caches* of one sequence, packed where *make_row* gives a row."""
-    return [
-        copy.deepcopy(cache) if cache is caches[index] else cache
-        for index, cache in enumerate(convert(caches, make_row))
-    ]
+def decode(model: Any, windows: Sequence[Window], pack: Pack, *, together: bool = True) -> Floats:
+    """Decode the scored tokens of all *windows* over caches that *pack* gives.
 
-
-def decode(model: Any, windows: Sequence[Window], make_row: MakeRow) -> Floats:
-    """Decode the scored tokens of all *windows*, as rows of one batch where their caches can be merged.
+    They are rows of one batch if the model can run several *together* and their caches can be merged.
 
     Returns:
         log-probabilities, float32 of shape (windows, scored tokens, vocab).
     """
-    rows = [converted(window.caches, make_row) for window in windows]
+    rows = [pack(window.caches) for window in windows]
     # without a tail a token is packed as soon as the next one comes; a budget counts single tokens
-    packed = [row for layer in rows[0] for row in getattr(layer, "rows", ())]
+    packed = [row for cache in parts(rows[0]) for row in getattr(cache, "rows", ())]
     block = BLOCK if all(row.tail_tokens and row.token_budget is None for row in packed) else 1
-    if len(rows) == 1 or not all(map(_mergeable, rows[0])):
-        parts = [
+    if not together or len(rows) == 1 or not all(map(_mergeable, rows[0])):
+        apart = [
             _decode(model, [window], caches, block)
             for window, caches in zip(windows, rows, strict=True)
         ]
-        return np.concatenate(parts)
+        return np.concatenate(apart)
     batch = [type(layer[0]).merge(list(layer)) for layer in zip(*rows, strict=True)]
     return _decode(model, windows, batch, block)
 

@@ -18,8 +18,6 @@ from mlx_lm.utils import load as load_mlx_lm
 
 from daemon.cache import seam
 from daemon.cache.build import CacheFactory
-from daemon.cache.row import Row
-from daemon.cache.sequence import SequenceCache
 from daemon.config.evaluation import (
     Contender,
     EvalJob,
@@ -34,7 +32,7 @@ from daemon.config.locate import read_config
 from daemon.errors import PolicyError, TqdError, first_line
 from daemon.kernels.attention import on_this_device
 from daemon.measure import divergence, footprint, needle, serving, texts
-from daemon.measure.divergence import MakeRow, Scores, Window
+from daemon.measure.divergence import Scores, Window
 from daemon.measure.texts import Passage
 from daemon.policy.architecture import Architecture, read_architecture
 from daemon.policy.resolved import ResolvedPolicy, summarize
@@ -54,10 +52,9 @@ Say = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class Entrant:
-    """A policy in force on the model: where its rows come from, and what each layer got."""
+    """A policy in force on the model: what makes its caches, and what each layer got."""
 
     label: str
-    make_row: MakeRow
     factory: CacheFactory
     policy: ResolvedPolicy
     sink_tokens: int
@@ -83,7 +80,7 @@ def run(job: EvalJob, say: Say) -> EvalReport:
     copies = texts.copies(subject.tokenizer, text, prompt=prompt, count=job.windows)
 
     progress = _Progress(
-        say, 2 * job.windows * (len(entrants) + 2) + 3 * (len(entrants) + 2) + len(entrants) + 1
+        say, 2 * job.windows * (len(entrants) + 2) + (len(needle.DEPTHS) + 1) * (len(entrants) + 1)
     )
     natural_scores = _scores(subject, plain, entrants, progress, "natural text")
     copy_scores = _scores(subject, copies, entrants, progress, "copy test")
@@ -91,7 +88,7 @@ def run(job: EvalJob, say: Say) -> EvalReport:
     served = _served(subject, plain[0], entrants, progress)
     contexts = _contexts(subject.architecture)
     sample = divergence.prefill_all(subject.model, plain[0].tokens[:_SAMPLE_TOKENS])
-    costs = [footprint.footprint(sample, entrant.make_row, contexts) for entrant in entrants]
+    costs = [footprint.footprint(entrant.factory.packed(sample), contexts) for entrant in entrants]
     return EvalReport(
         model=job.model,
         model_type=subject.architecture.model_type,
@@ -147,7 +144,7 @@ def enter(subject: Subject, contender: Contender, say: Say) -> Entrant:
         subject,
         contender.kv,
         allowed=IGNORED,
-        batching="rows",
+        batching=subject.architecture.batching,
         progress=lambda _: say("measuring the keys (once per model)", 0),
     )
     resolved, calibration = caches.resolved, caches.calibration
@@ -156,7 +153,6 @@ def enter(subject: Subject, contender: Contender, say: Say) -> Entrant:
     layers = tuple(built.get(plan.index, plan) for plan in resolved.layers)
     return Entrant(
         label=contender.label,
-        make_row=rows_of(factory),
         factory=factory,
         policy=ResolvedPolicy(
             layers,
@@ -168,17 +164,6 @@ def enter(subject: Subject, contender: Contender, say: Say) -> Entrant:
         calibration=calibration.source,
         calibrated=contender.kv.calibration != "none",
     )
-
-
-def rows_of(factory: CacheFactory) -> MakeRow:
-    """Return what makes the rows of *factory*'s caches; those that it leaves to mlx-lm have none."""
-    rows = [cache.row if isinstance(cache, SequenceCache) else None for cache in factory()]
-
-    def make_row(index: int) -> Row | None:
-        row = rows[index]
-        return None if row is None else row.fresh()
-
-    return make_row
 
 
 def device_name() -> str:
@@ -245,12 +230,13 @@ def _decoded(
     name: str,
 ) -> Iterator[Scores]:
     targets = [window.tokens[1:] for window in windows]
+    together = subject.architecture.batching != "alone"
     progress.begin(f"{name}: reference")
-    reference = divergence.decode(subject.model, windows, divergence.exact)
+    reference = divergence.decode(subject.model, windows, divergence.exact, together=together)
     progress.advance(len(windows))
     for entrant in entrants:
         progress.begin(f"{name}: {entrant.label}")
-        got = divergence.decode(subject.model, windows, entrant.make_row)
+        got = divergence.decode(subject.model, windows, entrant.factory.packed, together=together)
         yield divergence.compare(reference, got, targets)
         progress.advance(len(windows))
 
@@ -264,17 +250,22 @@ def _needles(
     subject: Subject, passage: Passage, entrants: Sequence[Entrant], progress: _Progress
 ) -> list[tuple[Needle, ...]]:
     """Return what the reference and each entrant found."""
-    makers = [divergence.exact, *(entrant.make_row for entrant in entrants)]
-    found: list[list[Needle]] = [[] for _ in makers]
-    for index in range(len(needle.DEPTHS)):
-        progress.begin("needle: reading")
-        hay = needle.haystack(subject.model, subject.tokenizer, passage.tokens, index)
-        progress.advance(1)
-        for results, make_row in zip(found, makers, strict=True):
-            got = needle.find(subject.model, subject.tokenizer, hay, make_row)
+    hidden = [
+        needle.haystack(subject.tokenizer, passage.tokens, index)
+        for index in range(len(needle.DEPTHS))
+    ]
+    contestants = [("reference", entrants[0].factory.stock)]
+    contestants += [(entrant.label, entrant.factory) for entrant in entrants]
+    found = []
+    for name, make_caches in contestants:
+        results = []
+        for hay in hidden:
+            progress.begin(f"needle: {name}")
+            got = needle.find(subject.model, subject.tokenizer, hay, make_caches)
             results.append(Needle(depth=got.depth, fresh=got.fresh, continued=got.continued))
             progress.advance(1)
-    return [tuple(results) for results in found]
+        found.append(tuple(results))
+    return found
 
 
 def _served(

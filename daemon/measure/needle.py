@@ -1,21 +1,21 @@
 """Whether a model still finds one sentence in a long context, read at once or from a cached prefix.
 
 A sentence with a number stands at some depth of a text; the text ends in the beginning of the same
-sentence, and the model goes on greedily. Read *fresh*, the whole prompt is prefilled exactly and packed
-afterwards, as at a miss of the prompt cache. *Continued*, the text is packed before the question is read,
-as at a hit.
+sentence, and the model goes on greedily. Caches are filled as a server fills them, chunk by chunk and
+packed under the policy meanwhile. Read *fresh*, text and question are one prompt, as at a miss of a prompt
+cache. *Continued*, the text alone was read before, and a copy of its caches reads the question, as at a hit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import mlx.core as mx
 
 from daemon.measure import divergence
-from daemon.measure.divergence import MakeRow
 
 DEPTHS = (10, 50, 90)  # percent of the context before the sentence
 
@@ -27,12 +27,11 @@ _ANSWER_TOKENS = 10  # a space and five digits, also where each digit is a token
 
 @dataclass(frozen=True)
 class Haystack:
-    """A prefilled text with its needle, and the same with the question behind it, less the last token."""
+    """Tokens of a text with its needle, and of the question."""
 
     depth: int
     number: int
-    text_caches: tuple[Any, ...]
-    whole_caches: tuple[Any, ...]
+    text: tuple[int, ...]
     question: tuple[int, ...]
 
 
@@ -45,24 +44,26 @@ class Found:
     continued: bool
 
 
-def haystack(model: Any, tokenizer: Any, tokens: Sequence[int], index: int) -> Haystack:
-    """Hide needle number *index* in *tokens*, a passage of natural text, and let *model* read it."""
+def haystack(tokenizer: Any, tokens: Sequence[int], index: int) -> Haystack:
+    """Hide needle number *index* in *tokens*, a passage of natural text; with the question it is as long as that."""
     depth, number = DEPTHS[index], _NUMBERS[index]
     needle = tokenizer.encode(_SENTENCE.format(number=number), add_special_tokens=False)
     question = tokenizer.encode(_QUESTION, add_special_tokens=False)
     kept = tokens[: max(2, len(tokens) - len(needle) - len(question))]
     at = max(1, len(kept) * depth // 100)  # after a beginning-of-text token
-    text = [*kept[:at], *needle, *kept[at:]]
-    caches = divergence.prefill_all(model, text)
-    whole = divergence.converted(caches, divergence.exact)
-    divergence.feed(model, question[:-1], whole)
-    return Haystack(depth, number, caches, tuple(whole), tuple(question))
+    return Haystack(depth, number, (*kept[:at], *needle, *kept[at:]), tuple(question))
 
 
-def find(model: Any, tokenizer: Any, hay: Haystack, make_row: MakeRow) -> Found:
-    """Ask for the needle of *hay* over caches that are packed as *make_row* says."""
-    fresh = divergence.converted(hay.whole_caches, make_row)
-    continued = divergence.converted(hay.text_caches, make_row)
+def find(model: Any, tokenizer: Any, hay: Haystack, make_caches: Callable[[], list[Any]]) -> Found:
+    """Ask *model* for the needle of *hay* over caches that *make_caches* gives empty."""
+    chunk = divergence.PREFILL_CHUNK
+    whole = len(hay.text) // chunk * chunk  # both ways have read so much when they part
+    cached = make_caches()
+    divergence.feed(model, hay.text[:whole], cached)
+    fresh = copy.deepcopy(cached)
+    divergence.feed(model, (*hay.text[whole:], *hay.question[:-1]), fresh)
+    divergence.feed(model, hay.text[whole:], cached)
+    continued = copy.deepcopy(cached)
     divergence.feed(model, hay.question[:-1], continued)
     fresh_text, continued_text = (
         tokenizer.decode(_greedy(model, hay.question[-1], caches)) for caches in (fresh, continued)

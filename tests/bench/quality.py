@@ -12,7 +12,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -24,12 +24,12 @@ import mlx_lm
 from rivals import RIVALS, SINK_TOKENS, TAIL_TOKENS, Rival
 
 from daemon import paths
-from daemon.cache.row import Row
+from daemon.cache import build
 from daemon.config.evaluation import Contender
 from daemon.config.locate import Located, fingerprint
 from daemon.errors import TqdError
 from daemon.measure import demo_model, divergence, evaluation, footprint, plots
-from daemon.measure.divergence import Divergence, MakeRow, Scores, Window
+from daemon.measure.divergence import Divergence, Pack, Scores, Window
 from daemon.measure.evaluation import Subject
 from daemon.measure.texts import Passage
 from daemon.policy.request import request
@@ -50,12 +50,12 @@ SMALL_RIVALS = ("affine8", "turbo8v3 (mlx-swift)", "affine4")
 
 @dataclass(frozen=True)
 class Entrant:
-    """One row of the table, and where its cache rows come from."""
+    """One row of the table, and what packs its caches."""
 
     name: str
     group: str
     bits: float
-    make_row: MakeRow
+    pack: Pack
 
 
 def main() -> int:
@@ -110,12 +110,12 @@ def main() -> int:
     return 0
 
 
-def make_row(subject: Subject, scheme: str) -> MakeRow:
-    """Return what makes our rows: under the policy that a server with `mode: scheme` has, calibrated like it."""
+def packing_of(subject: Subject, scheme: str) -> Pack:
+    """Return what packs caches under the policy that a server with `mode: scheme` has, calibrated like it."""
     kv = request(KvSpec(mode=scheme), load_policies().policies)
     entrant = evaluation.enter(subject, Contender(label=scheme, kv=kv), lambda text, _: None)
     _say(f"{scheme}: key calibration: {entrant.calibration}")
-    return entrant.make_row
+    return entrant.factory.packed
 
 
 def passages(tokenizer: Any, count: int) -> tuple[list[Passage], list[Passage]]:
@@ -136,9 +136,9 @@ def _entrants(subject: Subject, arguments: argparse.Namespace, sample: Passage) 
     names = arguments.schemes or (SMALL_SCHEMES if arguments.small else _available(SCHEMES))
     ours = []
     for name in names:
-        rows = make_row(subject, name)
-        bits = footprint.footprint(caches, rows, ()).bits_per_value
-        ours.append(Entrant(name, "ours", bits, rows))
+        pack = packing_of(subject, name)
+        bits = footprint.footprint(pack(caches), ()).bits_per_value
+        ours.append(Entrant(name, "ours", bits, pack))
     wanted = arguments.rivals
     if wanted is None:
         wanted = SMALL_RIVALS if arguments.small else [rival.name for rival in RIVALS]
@@ -149,15 +149,17 @@ def _entrants(subject: Subject, arguments: argparse.Namespace, sample: Passage) 
             rival.name,
             "with the same sinks and tail" if with_tail else "as published",
             rival.mean_bits(head_dim, len(caches)),
-            _rival_rows(rival, len(caches), with_tail=with_tail),
+            _rival_caches(rival, len(caches), with_tail=with_tail),
         )
         for with_tail in (False, True)
         for rival in chosen
     ]
 
 
-def _rival_rows(rival: Rival, n_layers: int, *, with_tail: bool) -> Callable[[int], Row]:
-    return lambda layer: rival.row(layer, n_layers, with_tail=with_tail)
+def _rival_caches(rival: Rival, n_layers: int, *, with_tail: bool) -> Pack:
+    return lambda caches: build.convert(
+        caches, lambda layer: rival.row(layer, n_layers, with_tail=with_tail)
+    )
 
 
 def _available(names: Sequence[str]) -> list[str]:
@@ -185,7 +187,7 @@ def _measure(
         reference = divergence.decode(model, windows, divergence.exact)
         for index, entrant in enumerate(entrants):
             started = time.monotonic()
-            got = divergence.decode(model, windows, entrant.make_row)
+            got = divergence.decode(model, windows, entrant.pack)
             parts[index].append(divergence.compare(reference, got, targets))
             mean = parts[index][-1].kl.mean()
             _say(

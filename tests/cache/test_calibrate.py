@@ -70,9 +70,13 @@ def test_scales_have_geometric_mean_one_and_bounds() -> None:
     assert mx.all(mx.isfinite(scale))
 
 
-def test_channels_that_are_exactly_zero_give_finite_scales() -> None:
+@pytest.mark.parametrize("keys", [[0.0, 4.0], [0.0, 0.0]])
+@pytest.mark.parametrize("queries", [[0.0, 1.0], [0.0, 0.0]])
+def test_channels_and_heads_that_are_exactly_zero_give_finite_scales(
+    keys: list[float], queries: list[float]
+) -> None:
     """Some models have them in keys and queries alike."""
-    scale = calibrate.key_scale(mx.array([[0.0, 4.0]]), mx.array([[0.0, 1.0]]))
+    scale = calibrate.key_scale(mx.array([keys]), mx.array([queries]))
 
     assert mx.all(mx.isfinite(scale))
     assert mx.all(scale > 0)

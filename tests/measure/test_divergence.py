@@ -8,8 +8,8 @@ import pytest
 
 from daemon.cache import build
 from daemon.cache.row import Row
+from daemon.cache.sequence import SequenceCache
 from daemon.measure import divergence
-from daemon.measure.evaluation import rows_of
 from daemon.measure.texts import Passage
 from daemon.policy.architecture import read_architecture
 from daemon.policy.request import request
@@ -17,6 +17,7 @@ from daemon.policy.resolve import resolve
 from daemon.policy.schemes import parse_scheme
 from daemon.policy.spec import KvSpec
 from daemon.policy.store import load_policies
+from tests.cache.test_architectures import built
 
 TOKENS = [(i * 131 + 7) % 499 for i in range(400)]
 
@@ -25,13 +26,14 @@ def passage(start: int, prompt: int = 120, score: int = 20) -> Passage:
     return Passage(tuple(TOKENS[start : start + prompt + score]), score)
 
 
-def row(scheme: str, tail_tokens: int = 32) -> divergence.MakeRow:
-    return lambda _: Row(parse_scheme(scheme), sink_tokens=4, tail_tokens=tail_tokens)
+def row(scheme: str, tail_tokens: int = 32) -> divergence.Pack:
+    like = Row(parse_scheme(scheme), sink_tokens=4, tail_tokens=tail_tokens)
+    return lambda caches: build.convert(caches, lambda _: like)
 
 
-def scores(model: Any, windows: list[divergence.Window], make_row: divergence.MakeRow) -> Any:
+def scores(model: Any, windows: list[divergence.Window], pack: divergence.Pack) -> Any:
     reference = divergence.decode(model, windows, divergence.exact)
-    got = divergence.decode(model, windows, make_row)
+    got = divergence.decode(model, windows, pack)
     return divergence.compare(reference, got, [window.tokens[1:] for window in windows])
 
 
@@ -112,19 +114,27 @@ def test_sliding_and_recurrent_layers_stay_exact_beside_packed_ones(name: str) -
     arch = read_architecture(HYBRIDS[name])
     kv = request(KvSpec(mode="turbo4v4"), load_policies().policies)
     factory = build.plan_caches(hybrid, resolve(kv, arch, allowed="a test").layers)
-    make_row = rows_of(factory)
     windows = [divergence.prefill(hybrid, passage(start)) for start in (0, 50)]
 
-    packed = divergence.summarize(scores(hybrid, windows, make_row))
-    exact = divergence.summarize(scores(hybrid, windows, row_like(make_row, "fp16")))
+    packed = divergence.summarize(scores(hybrid, windows, factory.packed))
+    exact = divergence.summarize(scores(hybrid, windows, divergence.exact))
 
-    assert [make_row(i) is not None for i in range(4)] == [False, True, False, True]
+    ours = [isinstance(it, SequenceCache) for it in factory.packed(windows[0].caches)]
+    assert ours == [False, True, False, True]
     assert exact.mean == pytest.approx(0, abs=1e-8)
     assert packed.mean > 10 * abs(exact.mean)
 
 
-def row_like(make_row: divergence.MakeRow, scheme: str) -> divergence.MakeRow:
-    return lambda index: None if make_row(index) is None else row(scheme)(index)
+def test_what_is_packed_inside_composite_caches_diverges() -> None:
+    one = built("baichuan_m1")
+    tokens = tuple(token % 96 for token in TOKENS)
+    windows = [divergence.prefill(one.model, Passage(tokens[at : at + 140], 20)) for at in (0, 50)]
+
+    reference = divergence.decode(one.model, windows, divergence.exact)
+    packed = divergence.decode(one.model, windows, one.factory.packed)
+
+    assert np.abs(packed - reference).max() > 1e-5
+    assert np.isfinite(packed).all()
 
 
 def test_figures_are_those_of_known_distributions() -> None:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import KVCache
 
 from daemon.measure import needle
-from daemon.measure.divergence import exact
 
 
 class Letters:
@@ -48,16 +49,20 @@ TOKENS = [97 + (index * 7) % 26 for index in range(600)]
 @pytest.mark.parametrize("index", range(3))
 def test_a_needle_is_found_at_every_depth_where_nothing_is_lost(index: int) -> None:
     model, tokenizer = Searcher(), Letters()
-    hay = needle.haystack(model, tokenizer, TOKENS, index)
+    hay = needle.haystack(tokenizer, TOKENS, index)
 
-    assert needle.find(model, tokenizer, hay, exact) == needle.Found(hay.depth, True, True)
+    found = needle.find(model, tokenizer, hay, lambda: [KVCache()])
+
+    assert found == needle.Found(hay.depth, True, True)
 
 
 def test_what_was_forgotten_is_not_found() -> None:
     """Nothing in the question gives the number away."""
     model, tokenizer = Searcher(memory=250), Letters()
     found = [
-        needle.find(model, tokenizer, needle.haystack(model, tokenizer, TOKENS, index), exact)
+        needle.find(
+            model, tokenizer, needle.haystack(tokenizer, TOKENS, index), lambda: [KVCache()]
+        )
         for index in range(3)
     ]
 
@@ -69,8 +74,41 @@ def test_what_was_forgotten_is_not_found() -> None:
 
 
 def test_the_haystack_is_as_long_as_the_passage() -> None:
-    hay = needle.haystack(Searcher(), Letters(), TOKENS, 0)
+    hay = needle.haystack(Letters(), TOKENS, 0)
 
-    assert hay.text_caches[0].offset + len(hay.question) == len(TOKENS)
-    assert hay.whole_caches[0].offset == len(TOKENS) - 1
+    assert len(hay.text) + len(hay.question) == len(TOKENS)
     assert hay.depth == 10
+
+
+class Reading(KVCache):
+    """A cache that notes how many tokens arrive at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chunks: list[int] = []
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        self.chunks.append(keys.shape[2])
+        return super().update_and_fetch(keys, values)
+
+
+def test_text_and_question_are_one_prompt_when_fresh_and_two_when_continued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The caches that are asked have read just what a server's would have, in the same chunks."""
+    asked: list[Reading] = []
+    greedy = needle._greedy
+
+    def watched(model: Any, token: int, caches: list[Any]) -> list[int]:
+        asked.append(copy.deepcopy(caches[0]))
+        return greedy(model, token, caches)
+
+    monkeypatch.setattr(needle, "_greedy", watched)
+    hay = needle.haystack(Letters(), TOKENS, 0)
+    needle.find(Searcher(), Letters(), hay, lambda: [Reading()])
+
+    fresh, continued = asked
+    text, question = len(hay.text), len(hay.question) - 1
+    assert fresh.chunks == [512, text - 512 + question]
+    assert continued.chunks == [512, text - 512, question]
+    assert fresh.offset == continued.offset == text + question
