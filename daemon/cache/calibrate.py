@@ -8,7 +8,9 @@ embedding, and attention, which shows the queries. From that come, per layer and
     s = sqrt(σ_k / σ_q) per channel: σ_k² the variance of k - RoPE_p(μ), σ_q² the mean square of the
         queries of that head's group; limited to 1/16 … 16, geometric mean 1.
 
-Both are exact reparametrizations: they change what is packed, not what is meant.
+Both are exact reparametrizations: they change what is packed, not what is meant. Where the keys are not
+what a rotary module returned (there is none, or something follows it), μ is the mean of the keys as they
+are cached, the same at every position.
 """
 
 from __future__ import annotations
@@ -38,10 +40,14 @@ _TINY = 1e-30  # and some have heads that are
 
 @dataclass(frozen=True)
 class KeyStatistics:
-    """What was measured of one slot: (H, dim) float32 each; *mean* is None where no rotary input was seen."""
+    """What was measured of one slot: (H, dim) float32 each.
+
+    *mean* is that of keys before rotary embedding, or, *constant*, of keys as they are cached; *note* says why.
+    """
 
     scale: mx.array
     mean: mx.array | None
+    constant: bool = False
     note: str | None = None
 
 
@@ -160,14 +166,14 @@ def attach(
 ) -> dict[int, KeyTransform]:
     """Return what each slot takes off its keys: *statistics* joined with the layers' own rotary modules.
 
-    A mean whose rotary module is not found is left out; its scale is kept.
+    A mean that rotates and whose rotary module is not found is left out; its scale is kept.
     """
     ropes = _ropes(model, factory)
     known: dict[bytes, Rotary] = {}
     transforms = {}
     for index, entry in statistics.items():
         mean, rotary = entry.mean, None
-        if mean is not None:
+        if mean is not None and not entry.constant:
             try:
                 rotary = Rotary(ropes[index], mean.shape[-1])
                 rotary = known.setdefault(rotary.signature, rotary)  # layers alike share one table
@@ -270,16 +276,18 @@ def _add(total: _Totals, recorder: _Recorder) -> None:
 
 
 def _statistics(total: _Totals) -> KeyStatistics:
-    mean, rotary, note = None, None, None
-    if total.before is None:
-        note = "its keys are not what a rotary module returned: no mean is taken off"
-    else:
+    rotary: Rotary | None = None
+    note: str | None = "its keys are not what a rotary module returned"
+    if total.before is not None:
         mean = total.before / total.count
         try:
-            rotary = Rotary(total.rope, mean.shape[-1])
+            rotary, note = Rotary(total.rope, mean.shape[-1]), None
         except RotaryError as error:
-            mean, note = None, f"its rotary embedding is unusual ({error}): no mean is taken off"
-    transform = KeyTransform(mx.ones_like(total.keys[0][:, 0].astype(mx.float32)), mean, rotary)
+            note = f"its rotary embedding is unusual ({error})"
+    if rotary is None:
+        cached = mx.concatenate([keys[:, SKIP_KEYS:] for keys in total.keys], axis=1)
+        mean = mx.mean(cached.astype(mx.float32), axis=1)
+    transform = KeyTransform(mx.ones_like(mean), mean, rotary)
     squares, count = mx.zeros_like(transform.scale), 0
     for keys in total.keys:
         centered = transform.centered(keys[:, SKIP_KEYS:], SKIP_KEYS)
@@ -288,10 +296,8 @@ def _statistics(total: _Totals) -> KeyStatistics:
     scale = key_scale(
         squares / count, None if total.squares is None else total.squares / total.seen
     )
-    if mean is not None:
-        mx.eval(mean)
-    mx.eval(scale)
-    return KeyStatistics(scale=scale, mean=mean, note=note)
+    mx.eval(mean, scale)
+    return KeyStatistics(scale, mean, constant=rotary is None, note=note)
 
 
 def key_scale(key_squares: mx.array, query_squares: mx.array | None) -> mx.array:

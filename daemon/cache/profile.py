@@ -21,7 +21,7 @@ from daemon.cache.calibrate import KeyStatistics
 from daemon.errors import TqdError
 
 FORMAT = "tqd-key-profile"
-VERSION = 1
+VERSION = 2
 
 
 class ProfileError(TqdError):
@@ -42,7 +42,7 @@ class Profile:
         """A short name of the numbers themselves: caches packed with other numbers must not be mixed."""
         digest = hashlib.sha256()
         for index, entry in sorted(self.statistics.items()):
-            digest.update(str(index).encode())
+            digest.update((f"{index} constant" if entry.constant else str(index)).encode())
             for array in (entry.scale, entry.mean):
                 digest.update(b"-" if array is None else np.array(array).tobytes())
         return digest.hexdigest()[:16]
@@ -60,7 +60,12 @@ class Profile:
             "fingerprint": self.fingerprint,
             "text": self.text,
             "tokens": str(self.tokens),
-            "notes": json.dumps({index: entry.note for index, entry in self.statistics.items()}),
+            "slots": json.dumps(
+                {
+                    index: {"constant": entry.constant, "note": entry.note}
+                    for index, entry in self.statistics.items()
+                }
+            ),
             "id": self.id,
         }
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -95,16 +100,24 @@ def load(path: Path, fingerprint: str | None) -> Profile:
             f"{path} is the calibration profile of another model",
             hint="name the profile of this model, or write calibration: auto",
         )
-    notes = json.loads(about["notes"])
-    profile = Profile(
-        fingerprint=about["fingerprint"],
-        text=about["text"],
-        tokens=int(about["tokens"]),
-        statistics={
-            int(index): KeyStatistics(arrays[f"{index}.scale"], arrays.get(f"{index}.mean"), note)
-            for index, note in notes.items()
-        },
-    )
-    if profile.id != about["id"]:
+    try:
+        profile = Profile(
+            fingerprint=about["fingerprint"],
+            text=about["text"],
+            tokens=int(about["tokens"]),
+            statistics={
+                int(index): KeyStatistics(
+                    arrays[f"{index}.scale"],
+                    arrays.get(f"{index}.mean"),
+                    constant=said["constant"],
+                    note=said["note"],
+                )
+                for index, said in json.loads(about["slots"]).items()
+            },
+        )
+        intact = profile.id == about["id"]
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ProfileError(f"{path} is damaged: something in it is missing", hint=again) from error
+    if not intact:
         raise ProfileError(f"{path} is damaged: its numbers are not those it names", hint=again)
     return profile

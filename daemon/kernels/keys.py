@@ -19,6 +19,7 @@ import numpy as np
 
 _TABLE_STEP = 1024  # positions by which a table grows
 _PROBES = (1, 977)  # positions at which the shape of a rotary embedding is looked at
+_FAR = 2**20  # a position past the context that any embedding was trained for
 
 Rope = Callable[..., mx.array]
 
@@ -126,6 +127,10 @@ class Rotary:
         ahead = angles[0] * (_PROBES[1] / _PROBES[0]) - angles[1]
         if not np.allclose(np.cos(ahead), 1.0, atol=1e-3):
             raise RotaryError("its angles do not grow with the position")
+        ones = mx.ones((1, 1, 66, self._dim))
+        second, first = self._rope(ones, offset=_FAR), self._rope(ones[:, :, :2], offset=_FAR + 1)
+        if not mx.allclose(second[:, :, 1], first[:, :, 0], atol=1e-3).item():
+            raise RotaryError("its angles depend on the tokens that come along")
 
 
 class KeyTransform:

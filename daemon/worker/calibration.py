@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -24,6 +25,7 @@ from daemon.cache.profile import Profile, ProfileError
 from daemon.errors import WorkerExit, WorkerExitError
 from daemon.kernels.keys import KeyTransform
 from daemon.policy import spec as policy
+from daemon.policy.token_budgets import layers_text
 
 RUNS = 2  # of calibrate.RUN_TOKENS tokens each: more changed nothing measurable
 LIMIT_S = 180.0  # a machine that is slower than this serves uncalibrated
@@ -94,9 +96,22 @@ def calibrated(
         return _from_checkpoint(model, factory, wanted, problem=f"calibration failed: {reason}")
     return Calibration(
         calibrate.attach(model, factory, stored.statistics),
-        f"measured on {stored.tokens:,} tokens of {stored.text}",
+        _told(stored, factory),
         id=stored.id,
     )
+
+
+def _told(stored: Profile, factory: CacheFactory) -> str:
+    """Return what *stored* was measured on, and in which layers its mean is the same at every position."""
+    text = f"measured on {stored.tokens:,} tokens of {stored.text}"
+    constant = {
+        factory.slots[index].plan.index
+        for index in _ours(factory)
+        if (entry := stored.statistics.get(index)) is not None and entry.constant
+    }
+    if not constant:
+        return text
+    return f"{text}; the mean of {layers_text(sorted(constant))} does not rotate"
 
 
 def _from_checkpoint(
@@ -127,9 +142,10 @@ def _stored_or_measured(
     wanted.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock"), mode=0o600):
         if path.exists():
-            known = profile.load(path, wanted.fingerprint)
-            if set(known.statistics) >= _ours(factory):
-                return known
+            with suppress(ProfileError):  # of an older version, or damaged: nobody named it
+                known = profile.load(path, wanted.fingerprint)
+                if set(known.statistics) >= _ours(factory):
+                    return known
         fresh = _measured(model, tokenizer, factory, name, text, wanted, progress)
         fresh.save(path)
         return fresh

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 from daemon.cache import build, calibrate, profile
 from daemon.cache.build import CacheFactory
@@ -14,6 +16,7 @@ from daemon.cache.profile import Profile, ProfileError
 from daemon.policy.architecture import LayerKind
 from daemon.policy.resolved import LayerPlan
 from daemon.policy.schemes import parse_scheme
+from tests.cache.test_architectures import built, distance, logits
 
 TOKENS = [(i * i * 31 + i * 7) % 997 for i in range(600)]
 
@@ -172,6 +175,31 @@ def test_the_model_runs_on_as_before_after_being_watched(tiny_llama: Any) -> Non
     assert {kind: kind.__call__ for kind in kinds} == kinds
 
 
+@pytest.mark.parametrize("family", ["smollm3", "gpt2"])
+def test_keys_without_rotary_embedding_lose_their_mean_too(family: str) -> None:
+    """smollm3 has such a layer among others, gpt2 no other; their mean is the same at every position."""
+    one = built(family)
+    tokens = [token % 96 for token in TOKENS]
+    statistics = calibrate.calibrate(one.model, one.factory, [tokens])
+    still = {index for index, entry in statistics.items() if entry.constant}
+
+    assert still == {"smollm3": {3}, "gpt2": set(range(6))}[family]
+    caches = make_prompt_cache(one.model)
+    one.model(mx.array([tokens]), cache=caches)
+    for index in still:
+        keys = caches[index].keys_and_values()[0][0, :, calibrate.SKIP_KEYS :]
+        assert mx.allclose(statistics[index].mean, mx.mean(keys, axis=1), atol=1e-4)
+
+    transforms = calibrate.attach(one.model, one.factory, statistics)
+    assert all(transforms[index].mean is not None for index in statistics)
+    assert {index for index, it in transforms.items() if it.rotary is None} == still
+    calibrated, exact = (
+        logits(one.model, made)
+        for made in (one.factory.calibrated(transforms, "id")(), one.factory.unpacked())
+    )
+    assert 1e-6 < distance(calibrated, exact) < 0.1
+
+
 def test_progress_may_end_it(tiny_llama: Any) -> None:
     def stop(share: float) -> None:
         raise TimeoutError(f"at {share}")
@@ -191,7 +219,7 @@ def made(tmp_path: Path) -> tuple[Profile, Path]:
     scale = mx.random.uniform(0.5, 2.0, (2, 32), key=mx.random.key(1))
     entries = {
         0: KeyStatistics(scale, scale * 3),
-        3: KeyStatistics(scale * 2, None, "no rotary module"),
+        3: KeyStatistics(scale * 2, scale, constant=True, note="no rotary module"),
     }
     saved = Profile("abc", "a text", 3072, entries)
     path = tmp_path / "profiles" / "abc.safetensors"
@@ -205,8 +233,9 @@ def test_a_profile_comes_back_as_it_was_saved(made: tuple[Profile, Path]) -> Non
     back = profile.load(path, "abc")
 
     assert (back.id, back.text, back.tokens) == (saved.id, "a text", 3072)
-    assert back.statistics[3].mean is None
+    assert back.statistics[3].constant
     assert back.statistics[3].note == "no rotary module"
+    assert not back.statistics[0].constant
     assert mx.array_equal(back.statistics[0].scale, saved.statistics[0].scale)
     assert path.stat().st_mode & 0o777 == 0o600
     assert [file.name for file in path.parent.iterdir()] == [path.name]
@@ -215,6 +244,28 @@ def test_a_profile_comes_back_as_it_was_saved(made: tuple[Profile, Path]) -> Non
 def test_a_profile_of_another_model_is_refused(made: tuple[Profile, Path]) -> None:
     with pytest.raises(ProfileError, match="another model"):
         profile.load(made[1], "xyz")
+
+
+def test_a_mean_that_rotates_and_one_that_does_not_have_different_names(
+    made: tuple[Profile, Path],
+) -> None:
+    saved, _ = made
+    turned = {i: dataclasses.replace(it, constant=True) for i, it in saved.statistics.items()}
+
+    assert dataclasses.replace(saved, statistics=turned).id != saved.id
+
+
+@pytest.mark.parametrize("lost", ["slots", "fingerprint", "tokens", "id"])
+def test_a_profile_that_does_not_say_everything_is_refused(
+    made: tuple[Profile, Path], lost: str
+) -> None:
+    path = made[1]
+    arrays, about = mx.load(str(path), return_metadata=True)
+    del about[lost]
+    mx.save_safetensors(str(path), arrays, metadata=about)
+
+    with pytest.raises(ProfileError):
+        profile.load(path, None)
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "other", "changed"])

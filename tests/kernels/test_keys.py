@@ -5,7 +5,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.models import rope_utils
+from mlx_lm.models import internlm3, rope_utils
 
 from daemon.kernels.keys import KeyTransform, Rotary, RotaryError
 
@@ -101,6 +101,22 @@ def test_embeddings_that_do_more_than_rotate_pairs_are_refused() -> None:
             Rotary(rope, DIM)
     # a factor that depends on the position is still a product of pairs: the table holds it
     assert Rotary(growing, DIM).first
+
+
+@pytest.mark.parametrize("module", [rope_utils, internlm3])
+def test_embeddings_whose_angles_depend_on_the_length_of_the_sequence_are_refused(
+    module: Any,
+) -> None:
+    """Dynamic scaling changes the angle of a position when more tokens come: its mean could not be given back."""
+    dynamic = {
+        rope_utils: lambda: rope_utils.initialize_rope(
+            DIM, 1e4, False, {"rope_type": "dynamic", "factor": 4.0}, max_position_embeddings=32768
+        ),
+        internlm3: lambda: internlm3.DynamicNTKScalingRoPE(DIM, 32768, base=1e4, scale=4.0),
+    }[module]
+
+    with pytest.raises(RotaryError, match="depend on the tokens"):
+        Rotary(dynamic(), DIM)
 
 
 def test_tables_grow_without_changing() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from daemon.cache import calibrate
+from daemon.cache import calibrate, profile
 from daemon.config.wire import WorkerSpec
 from daemon.errors import WorkerExit, WorkerExitError
 from daemon.policy.spec import CalibrationSource
@@ -127,6 +127,23 @@ def test_the_profile_of_another_model_is_refused(folder: Path, profiles: Path) -
 
     with pytest.raises(WorkerExitError, match="of another model"):
         load(other)
+
+
+@pytest.mark.parametrize("found", ["damaged", "of an older version"])
+def test_a_stored_profile_that_cannot_be_read_is_measured_again(
+    folder: Path, profiles: Path, found: str
+) -> None:
+    first = load(spec_for(folder, profiles))
+    (stored,) = profiles.glob("*.safetensors")
+    if found == "damaged":
+        stored.write_bytes(stored.read_bytes()[:-7])
+    else:
+        stored.write_bytes(stored.read_bytes().replace(b'"version":"2"', b'"version":"1"'))
+
+    again = load(spec_for(folder, profiles))
+
+    assert ids(again) == ids(first)
+    assert {profile.load(stored, None).id} == ids(first)
 
 
 @pytest.mark.parametrize("strict", [False, True])
