@@ -13,7 +13,7 @@ from daemon.cache.side import RowState
 from daemon.kernels import codebook
 from daemon.kernels.packing import LAYOUT_VERSION, TILE
 from daemon.kernels.rotation import SEED_VERSION
-from daemon.policy.schemes import Codec
+from daemon.policy.schemes import INT8, Codec
 
 
 class Facts(BaseModel):
@@ -101,10 +101,6 @@ class Snapshot(Facts):
     caches: tuple[CacheFacts, ...] = Field(strict=False)
 
 
-# Which scale goes with the codes, by kind of codec (daemon.kernels.codec has the formulas); fp16 has none.
-_SCALE_RULES = {"turbo": "unbiased", "int": "absmax", "affine": "groups"}
-
-
 def flat(caches: Sequence[CacheFacts], prefix: str = "") -> Iterator[tuple[str, CacheFacts]]:
     """Yield every cache with its place: "3", or "3.1" inside a list."""
     for i, facts in enumerate(caches):
@@ -134,12 +130,16 @@ def row_facts(row: Row, state: RowState, *, latent: bool = False) -> RowFacts:
 
 
 def _side_facts(codec: Codec, dim: int, dtype: str) -> SideFacts:
-    rule = _SCALE_RULES.get(codec.name.rstrip("0123456789."))
     pin = None
-    if rule == "unbiased" and dim:
+    if codec.rotated and codec != INT8 and dim:
         pin = hashlib.sha256(
             codebook.centroids(codec.bits, dim).astype("<f8").tobytes()
         ).hexdigest()
     return SideFacts(
-        codec=codec.name, bits=codec.bits, scale_rule=rule, codebook=pin, dim=dim, dtype=dtype
+        codec=codec.name,
+        bits=codec.bits,
+        scale_rule=codec.rule if codec.scaled else None,
+        codebook=pin,
+        dim=dim,
+        dtype=dtype,
     )

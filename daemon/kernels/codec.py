@@ -6,7 +6,8 @@ every stored vector.
 
 Turbo codecs: u = z·√d/‖z‖ is coded by the centroids nearest to a·u, for the stretch a among a few that
 leaves the smallest angle between z and c, and S = ‖z‖²/⟨z, c⟩ makes the inner product with the stored
-vector unbiased (DRIVE, Vargaftik et al. 2021, Theorem 3; it holds for any c). int8: S is the
+vector unbiased (DRIVE, Vargaftik et al. 2021, Theorem 3; it holds for any c). Other rules, to compare
+with: ‖z‖/‖c‖ matches the norm, ⟨z, c⟩/‖c‖² leaves the least error, ‖z‖/√d is raw. int8: S is the
 largest magnitude over 127. Affine codecs are `mx.quantize`, for comparison: no rotation, and a scale
 and a bias for each group of values, x ≈ S_g·c + B_g.
 """
@@ -59,7 +60,7 @@ def encode(x: mx.array, codec: Codec, side: Side) -> tuple[mx.array, mx.array]:
         return _encode_affine(z, codec)
     if codec == INT8:
         return _encode_int8(z)
-    return _encode_turbo(z, codec.bits)
+    return _encode_turbo(z, codec)
 
 
 def decode(codes: mx.array, scales: mx.array, codec: Codec) -> tuple[mx.array, mx.array]:
@@ -133,14 +134,34 @@ def _encode_int8(z: mx.array) -> tuple[mx.array, mx.array]:
     return mx.clip(codes, -127, 127).astype(mx.int8).view(mx.uint8), scales
 
 
-def _encode_turbo(z: mx.array, bits: float) -> tuple[mx.array, mx.array]:
+def _encode_turbo(z: mx.array, codec: Codec) -> tuple[mx.array, mx.array]:
     dim = z.shape[-1]
     norm = mx.sqrt(mx.sum(z * z, axis=-1, keepdims=True))
     u = z * (dim**0.5 / mx.maximum(norm, _TINY))
-    codes, overlap = _closest(u, bits)
-    # ‖z‖²/⟨z, c⟩ with z = u·‖z‖/√d is √d·‖z‖/⟨u, c⟩: one fewer square, so no overflow at large norms
-    scales = dim**0.5 * norm[..., 0] / mx.maximum(overlap, _TINY)
+    codes, overlap = _closest(u, codec.bits)
+    scales = _scales(norm[..., 0], overlap, codes, codec)
     return codes, _fp16(mx.where(norm[..., 0] > _TINY, scales, 0.0))
+
+
+def _scales(norm: mx.array, overlap: mx.array, codes: mx.array, codec: Codec) -> mx.array:
+    """Return S by the rule of *codec* for vectors z of *norm*, given ⟨u, c⟩ of u = z·√d/‖z‖: no square of z, no overflow."""
+    dim = codes.shape[-1]
+    raw: mx.array = norm * dim**-0.5
+    if codec.rule == "unbiased":
+        scales: mx.array = dim**0.5 * norm / mx.maximum(overlap, _TINY)
+        return scales
+    values, step = decode(codes, mx.ones(norm.shape), codec)
+    square = mx.sum(values * values, axis=-1) * step * step
+    match codec.rule:
+        case "matched":
+            scales = raw * mx.sqrt(dim / square)
+        case "least squares":
+            scales = raw * overlap / square
+        case "raw":
+            scales = raw
+        case _:
+            raise ValueError(f"codebooks have no scales by the rule {codec.rule}")
+    return scales
 
 
 def _closest(u: mx.array, bits: float) -> tuple[mx.array, mx.array]:

@@ -127,6 +127,9 @@ def _encoder(backend: Backend) -> Encode:
 
 @cache
 def _choice(layout: TileLayout, backend: Backend) -> Choice:
+    rules = {kind.rule for kind in (layout.k, layout.v)}
+    if not rules <= {"unbiased", "absmax", "groups"}:
+        return Choice("reference", "kernels know no other scales than unbiased ones")
     match backend:
         case "metal":
             problem = partial(_problem, metal.tiles, layout)

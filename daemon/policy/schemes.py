@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from typing import Literal
 
 REFERENCE_BITS = 16  # ratios are always quoted against a 16-bit cache
 SCALE_BITS = 16  # scales are fp16
 AFFINE_GROUPS = (64, 32)  # values of an affine group: the larger one where a head_dim has it
+
+
+ScaleRule = Literal["unbiased", "matched", "least squares", "raw", "absmax", "groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +24,15 @@ class Codec:
     """How one vector is stored: *bits* per value, and fp16 scales unless it is full precision.
 
     Most codecs have one scale per vector. An *affine* one has a scale and a bias per group of values.
+    *rule* is how scales come from vectors. Codebooks are for `unbiased`; the rules matched, least squares
+    and raw are there to be compared with it.
     """
 
     name: str
     bits: float
     scaled: bool = True
     affine: bool = False
+    rule: ScaleRule = "unbiased"
 
     @property
     def rotated(self) -> bool:
@@ -67,14 +74,14 @@ class Codec:
 
 
 FP16 = Codec("fp16", REFERENCE_BITS, scaled=False)
-INT8 = Codec("int8", 8)
+INT8 = Codec("int8", 8, rule="absmax")
 TURBO5 = Codec("turbo5", 5)
 TURBO4 = Codec("turbo4", 4)
 TURBO3_5 = Codec("turbo3.5", 3.5)  # 11 levels, two values in 7 bits
 TURBO3 = Codec("turbo3", 3)
 TURBO2 = Codec("turbo2", 2)
-AFFINE8 = Codec("affine8", 8, affine=True)
-AFFINE4 = Codec("affine4", 4, affine=True)
+AFFINE8 = Codec("affine8", 8, affine=True, rule="groups")
+AFFINE4 = Codec("affine4", 4, affine=True, rule="groups")
 
 _VALUE_CODECS = {"0": FP16, "8": INT8, "4": TURBO4, "3.5": TURBO3_5, "3": TURBO3, "2": TURBO2}
 _KEY_CODECS = {**_VALUE_CODECS, "5": TURBO5}

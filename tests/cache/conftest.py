@@ -3,7 +3,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import mlx.core as mx
 import pytest
+from mlx_lm.models import qwen2
 
 from daemon.cache import seam
 from daemon.cache.row import Row
@@ -32,3 +34,19 @@ def make_caches(tiny_llama: Any) -> MakeCaches:
         return [SequenceCache(Row(parse_scheme(scheme), **settings)) for _ in tiny_llama.layers]
 
     return make
+
+
+@pytest.fixture(scope="session", name="biased")
+def _biased() -> Any:
+    """A model of Qwen2's kind: a large static bias on its keys."""
+    mx.random.seed(3)
+    model = qwen2.Model(
+        qwen2.ModelArgs(
+            model_type="qwen2", hidden_size=128, num_hidden_layers=2, intermediate_size=256, num_attention_heads=4,
+            num_key_value_heads=2, rms_norm_eps=1e-5, vocab_size=997, rope_theta=10000, tie_word_embeddings=True,
+        )
+    )  # fmt: skip
+    for layer in model.layers:
+        layer.self_attn.k_proj.bias = mx.random.normal((64,)) * 20
+    mx.eval(model.parameters())
+    return model

@@ -31,24 +31,6 @@ def factory_of(model: Any, scheme: str = "turbo4v4") -> CacheFactory:
     return build.plan_caches(model, plans)
 
 
-@pytest.fixture(scope="module")
-def biased(tiny_llama: Any) -> Any:
-    """A model of Qwen2's kind: a large static bias on its keys."""
-    from mlx_lm.models import qwen2
-
-    mx.random.seed(3)
-    model = qwen2.Model(
-        qwen2.ModelArgs(
-            model_type="qwen2", hidden_size=128, num_hidden_layers=2, intermediate_size=256, num_attention_heads=4,
-            num_key_value_heads=2, rms_norm_eps=1e-5, vocab_size=997, rope_theta=10000, tie_word_embeddings=True,
-        )
-    )  # fmt: skip
-    for layer in model.layers:
-        layer.self_attn.k_proj.bias = mx.random.normal((64,)) * 20
-    mx.eval(model.parameters())
-    return model
-
-
 def test_the_mean_is_that_of_keys_before_rotary_embedding(biased: Any) -> None:
     """Checked against the projections themselves: layer 0's input is the normed embedding."""
     statistics = calibrate.calibrate(biased, factory_of(biased), [TOKENS])

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from daemon.policy.schemes import (
     TURBO4,
     TURBO5,
     Codec,
+    ScaleRule,
 )
 
 # expected relative error of each codec on Gaussian-like coordinates: the codebook's, plus 13 %, 4 %, 2 % and 1 % for
@@ -90,6 +93,28 @@ def test_the_stretch_takes_a_share_off_the_error_of_plain_rounding(
         return float((1 - cosines(u, these, centroids) ** 2).mean())
 
     assert lost(codes) < share * lost(plain)
+
+
+@pytest.mark.parametrize("kind", TURBO)
+def test_other_scale_rules_keep_their_promises(kind: Codec) -> None:
+    """The same codes with another scale each: matched keeps the norm, least squares the least error, raw neither."""
+    x = vectors(300, 64, spread=3.0)
+    rules: tuple[ScaleRule, ...] = ("unbiased", "matched", "least squares", "raw")
+    kinds = {rule: dataclasses.replace(kind, rule=rule) for rule in rules}
+
+    coded = {rule: codec.encode(x, each, "k") for rule, each in kinds.items()}
+    back = {rule: codec.reconstruct(*coded[rule], kinds[rule], "k") for rule in rules}
+
+    assert all(mx.array_equal(codes, coded["unbiased"][0]) for codes, _ in coded.values())
+    norms = {rule: mx.linalg.norm(each, axis=-1) for rule, each in back.items()}
+    assert mx.allclose(norms["matched"], mx.linalg.norm(x, axis=-1), rtol=2**-10)
+    error = {rule: mx.sum(mx.square(each - x)).item() for rule, each in back.items()}
+    assert error["least squares"] == min(error.values())
+    means = [norms[rule].mean().item() for rule in ("least squares", "matched", "unbiased")]
+    assert means == sorted(means)
+    assert mx.allclose(
+        coded["raw"][1].astype(mx.float32), mx.linalg.norm(x, axis=-1) / 8, rtol=2**-10
+    )
 
 
 @pytest.mark.parametrize("kind", [*ERROR, *AFFINE])
