@@ -161,7 +161,7 @@ def test_the_model_runs_on_as_before_after_being_watched(tiny_llama: Any) -> Non
 def test_keys_without_rotary_embedding_lose_their_mean_too(family: str) -> None:
     """smollm3 has such a layer among others, gpt2 no other; their mean is the same at every position."""
     one = built(family)
-    tokens = [token % 96 for token in TOKENS]
+    tokens = [token % 96 for token in TOKENS[:500]]  # gpt2 has 512 positions
     statistics = calibrate.calibrate(one.model, one.factory, [tokens])
     still = {index for index, entry in statistics.items() if entry.constant}
 
