@@ -172,32 +172,40 @@ class _Advisor:
 
     def _choice(self, scheme: str, context: int) -> Choice | None:
         """Return *scheme* as a choice; None where this build does not have it, or no layer would get it."""
-        resolved = self._resolved(scheme)
+        resolved = self._resolved(KvSpec(mode=scheme))
         if resolved is None or (scheme != _EXACT and not _packs(resolved)):
             return None
-        return Choice(
-            scheme, self._written(scheme), kv_bytes(resolved, self._arch, context_tokens=context)
-        )
+        written = self._written(scheme, resolved)
+        return Choice(scheme, written, kv_bytes(resolved, self._arch, context_tokens=context))
 
-    def _resolved(self, scheme: str) -> ResolvedPolicy | None:
+    def _resolved(self, spec: KvSpec) -> ResolvedPolicy | None:
         try:
-            asked = request(KvSpec(mode=scheme), self._policies)
-            return resolve(asked, self._arch, allowed=self._allowed)
+            return resolve(request(spec, self._policies), self._arch, allowed=self._allowed)
         except PolicyError:
             return None
 
     def _obstacle(self, scheme: str) -> str | None:
-        resolved = self._resolved(scheme)
+        resolved = self._resolved(KvSpec(mode=scheme))
         reasons = [plan.reason for plan in resolved.layers if plan.reason] if resolved else []
         return f"{scheme} is not possible: {reasons[0]}" if reasons else None
 
-    def _written(self, scheme: str) -> str:
-        """Return the line of servers.yaml: a named policy where one means just this scheme."""
+    def _written(self, scheme: str, meant: ResolvedPolicy) -> str:
+        """Return the line of servers.yaml: a named policy where one gives this model what *scheme* does."""
         for name, policy in self._policies.items():
-            same = parse_scheme(policy.mode) == SCHEMES.get(scheme)
-            if same and not policy.layers and not policy.boundary_v:
+            if parse_scheme(policy.mode) != SCHEMES.get(scheme):
+                continue
+            named = self._resolved(KvSpec(policy=name))
+            if named is not None and _stored(named) == _stored(meant):
                 return f"policy: {name}"
         return f"mode: {scheme}"
+
+
+def _stored(resolved: ResolvedPolicy) -> list[tuple[object, ...]]:
+    """Return how *resolved* stores each layer, whatever it was asked for."""
+    return [
+        (plan.effective, plan.sink_tokens, plan.tail_tokens, plan.fold_tokens, plan.token_budget)
+        for plan in resolved.layers
+    ]
 
 
 def _packs(resolved: ResolvedPolicy) -> bool:

@@ -6,8 +6,11 @@ import pytest
 
 from daemon.policy.advise import Attention, Choice, advise, attention_of
 from daemon.policy.architecture import Architecture
+from daemon.policy.budget import kv_bytes
+from daemon.policy.request import request
+from daemon.policy.resolve import resolve
 from daemon.policy.schemes import parse_scheme
-from daemon.policy.spec import NamedPolicy
+from daemon.policy.spec import KvSpec, NamedPolicy
 
 Arch = Callable[[str], Architecture]
 Plain = Callable[..., Architecture]
@@ -81,6 +84,22 @@ def test_bytes_are_those_of_the_longest_context_of_a_row(plain: Plain, policies:
     assert medium.exact == Choice("fp16", "policy: exact", 8192 * 2 * 2 * 128 * 2)
     assert medium.suggest.write == "policy: quality"
     assert 1.8 < medium.exact.kv_bytes / medium.suggest.kv_bytes < 2
+
+
+@pytest.mark.parametrize("letters", ["ff", "sf", "rf", "ll", "rl"])
+@pytest.mark.parametrize("allowed", [None, "evidence"])
+def test_what_is_written_stores_what_is_suggested(
+    letters: str, allowed: str | None, plain: Plain, policies: Policies
+) -> None:
+    """A named policy leaves latents alone, so `policy: quality` would be bad advice for them."""
+    arch = plain(letters, max_context=131072)
+    for row in advise(arch, policies, allowed=allowed).rows:
+        for choice in (row.suggest, *row.also):
+            key, value = choice.write.split(": ")
+            resolved = resolve(
+                request(KvSpec.model_validate({key: value}), policies), arch, allowed=allowed
+            )
+            assert kv_bytes(resolved, arch, context_tokens=row.context_tokens) == choice.kv_bytes
 
 
 def test_3_bit_values_beside_16_bit_keys_are_never_suggested(
