@@ -13,7 +13,7 @@ def test_every_test_in_the_table_of_complaints_exists() -> None:
     written = {
         name
         for file in TESTS.rglob("test_*.py")
-        for name in re.findall(r"^(?:async )?def (test_\w+)", file.read_text(), re.MULTILINE)
+        for name in re.findall(r"^ *(?:async )?def (test_\w+)", file.read_text(), re.MULTILINE)
     }
     assert len(named) > 20
     assert named <= written
