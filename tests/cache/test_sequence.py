@@ -4,6 +4,7 @@ import copy
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from daemon.cache import state
 from daemon.cache.row import Row
 from daemon.cache.sequence import BatchCache, SequenceCache, View
+from daemon.kernels.keys import KeyTransform, Rotary
 from daemon.policy.schemes import parse_scheme
 
 SCHEMES = ("fp16", "int8", "turbo0v4", "turbo8v3", "turbo4v4", "turbo5v3.5", "affine4")
@@ -142,14 +144,23 @@ def test_chunked_prefill_with_padding_stores_no_padding(
         min_size=1,
         max_size=8,
     ),
-    scheme=st.sampled_from(["turbo8v4", "turbo0v3", "fp16"]),
-    budget=st.sampled_from([None, 128]),
+    scheme=st.sampled_from(["turbo8v4", "turbo4v4", "turbo3.5v2", "turbo0v3", "affine4", "fp16"]),
+    window=st.sampled_from(
+        [
+            {"sink_tokens": 4, "tail_tokens": 32},
+            {"sink_tokens": 4, "tail_tokens": 32, "token_budget": 128},
+            {"sink_tokens": 0, "tail_tokens": 0},
+            {"sink_tokens": 40, "tail_tokens": 64, "fold_tokens": 64},
+        ]
+    ),
+    calibrated=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
 def test_any_history_of_a_batch_leaves_each_row_as_if_alone(
     operations: list[tuple[str, int]],
     scheme: str,
-    budget: int | None,
+    window: dict[str, int],
+    calibrated: bool,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """Rows carry their own tokens through filter, extend, extract, merge, trim, deepcopy and a file."""
@@ -158,8 +169,11 @@ def test_any_history_of_a_batch_leaves_each_row_as_if_alone(
     batch = BatchCache([])
     mirror: list[Row] = []
 
+    keys = KeyTransform(mx.full((2, 32), 2.0), mx.full((2, 32), 0.5), Rotary(nn.RoPE(32), 32))
+    statistics = {"keys": keys, "statistics_id": "measured"} if calibrated else {}
+
     def fresh() -> Row:
-        return Row(parse_scheme(scheme), sink_tokens=4, tail_tokens=32, token_budget=budget)
+        return Row(parse_scheme(scheme), **window, **statistics)
 
     def grow(cache: BatchCache, rows: list[Row], count: int) -> None:
         for _ in range(-(-count // 20)):
