@@ -22,7 +22,8 @@ def quantize_prompt_cache(
 ) -> PromptCache:
     """Return *cache*, of any mlx-lm model, with its growing KV caches packed under *policy*.
 
-    What is in the cache is packed too, and what comes later as it comes. Use the result wherever mlx-lm
+    What is in the cache is packed too, and what comes later as it comes; key biases of the checkpoint are taken
+    off before that. Use the result wherever mlx-lm
     takes a `prompt_cache`. Caches that cannot be packed (windows, recurrent states) are copied as they
     are; the result says why. A few tokens run through the model, to prove that its attention works on packed
     caches. The given cache is left as it is.

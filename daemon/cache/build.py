@@ -163,13 +163,7 @@ class CacheFactory:
         self, keys: Mapping[int, KeyTransform], statistics_id: str | None
     ) -> CacheFactory:
         """Return a factory whose slots take off their keys what *keys* has for their index."""
-        slots = [
-            replace(
-                slot, keys=keys.get(index), statistics_id=statistics_id if index in keys else None
-            )
-            for index, slot in enumerate(self.slots)
-        ]
-        return self._with(slots)
+        return self._with(with_keys(self.slots, keys, statistics_id))
 
     def attended_by(self, attention: Attend) -> CacheFactory:
         """Return a factory of the same caches, to which *attention* attends."""
@@ -238,6 +232,16 @@ def plan_slots(made: Sequence[Any], plans: Sequence[LayerPlan]) -> list[Slot]:
     placed = list(zip(list(plans) * repeats, made, strict=True))
     wanted = {plan.kind for plan, cache in placed if _asks(plan) and _growing(cache)}
     return [_slot(plan, cache, wanted) for plan, cache in placed]
+
+
+def with_keys(
+    slots: Sequence[Slot], keys: Mapping[int, KeyTransform], statistics_id: str | None
+) -> list[Slot]:
+    """Return *slots* that take off their keys what *keys* has for their index, by the statistics of that id."""
+    return [
+        replace(slot, keys=keys.get(index), statistics_id=statistics_id if index in keys else None)
+        for index, slot in enumerate(slots)
+    ]
 
 
 def _slot(plan: LayerPlan, cache: Any, wanted: set[LayerKind]) -> Slot:

@@ -36,6 +36,7 @@ SKIP_QUERIES = 64
 SCALE_LIMIT = 16.0
 REGULARIZE = 1e-5  # of a head's mean: some models have channels that are exactly zero
 _TINY = 1e-30  # and some have heads that are
+CHECKPOINT = "checkpoint"  # the name of statistics that are the checkpoint's own key biases
 
 
 @dataclass(frozen=True)

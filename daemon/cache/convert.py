@@ -9,10 +9,12 @@ from typing import Any
 import mlx.core as mx
 from pydantic import ValidationError
 
-from daemon.cache import build, seam
+from daemon.cache import build, calibrate, seam
+from daemon.cache.build import CacheFactory
 from daemon.cache.sequence import BatchCache, SequenceCache
 from daemon.errors import PolicyError
 from daemon.kernels.attention import on_this_device
+from daemon.kernels.keys import KeyTransform
 from daemon.policy.architecture import Architecture, LayerKind, read_architecture
 from daemon.policy.evidence import allowance
 from daemon.policy.request import request
@@ -63,21 +65,45 @@ def quantize_prompt_cache(
         allowed = allowance(architecture.model_type, load_allowlist())
     asked = request(_spec(policy), load_policies().policies)
     resolved = resolve(asked, architecture, allowed=allowed)
-    own = [plan for plan in resolved.layers if plan.kind is not LayerKind.SHARED]
 
     seam.install()
-    vocab_size: int = model(mx.array([[0]])).shape[-1]  # nothing is computed for a shape
-    factory = build.probe(model, build.plan_caches(model, own), vocab_size)
+    factory = _proved(model, resolved)
+    keys = _without_biases(model, factory, architecture)
+    if not keys and architecture.boundary_k:
+        # as in a server: keys of this family that keep their mean
+        resolved = resolve(asked, architecture, allowed=allowed, key_means=False)
+        factory = _proved(model, resolved)
     if len(cache) != len(factory.slots):
         raise ValueError(
             f"the cache has {len(cache)} parts and the model makes {len(factory.slots)}"
         )
-    slots = build.plan_slots(cache, factory.plans)
+    slots = build.with_keys(build.plan_slots(cache, factory.plans), keys, calibrate.CHECKPOINT)
     plans = [slot.plan for slot in slots]
     if asked.strict:
-        _refuse_fallbacks(own, plans)
+        _refuse_fallbacks(_own(resolved), plans)
     caches = build.convert_slots(cache, slots, on_this_device())
     return PromptCache(caches, _as_built(resolved, plans))
+
+
+def _own(resolved: ResolvedPolicy) -> list[LayerPlan]:
+    """Return the plans of layers that have a cache of their own."""
+    return [plan for plan in resolved.layers if plan.kind is not LayerKind.SHARED]
+
+
+def _proved(model: Any, resolved: ResolvedPolicy) -> CacheFactory:
+    vocab_size: int = model(mx.array([[0]])).shape[-1]  # nothing is computed for a shape
+    return build.probe(model, build.plan_caches(model, _own(resolved)), vocab_size)
+
+
+def _without_biases(
+    model: Any, factory: CacheFactory, architecture: Architecture
+) -> dict[int, KeyTransform]:
+    """Return what takes the checkpoint's key biases off the keys: the one mean that needs no measurement."""
+    if not factory.any_scaled_keys:
+        return {}
+    head_dims = {layer.index: layer.head_dim_k for layer in architecture.layers}
+    means = calibrate.checkpoint_means(model, factory, head_dims)
+    return calibrate.attach(model, factory, means) if means else {}
 
 
 def read_model(model: Any, config: Mapping[str, Any] | None = None) -> Architecture:

@@ -123,7 +123,7 @@ def _from_checkpoint(
     return Calibration(
         calibrate.attach(model, factory, means),
         "the checkpoint's key biases",
-        id="checkpoint",
+        id=calibrate.CHECKPOINT,
         problem=problem,
     )
 

@@ -13,7 +13,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import gemma3_text
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
-from daemon.cache import build, quantize_prompt_cache
+from daemon.cache import build, calibrate, quantize_prompt_cache
 from daemon.cache.latent import LatentCache
 from daemon.cache.row import Row
 from daemon.cache.sequence import BatchCache, SequenceCache
@@ -138,6 +138,36 @@ def test_a_cache_of_another_kind_than_the_models_own_stays(tiny_llama: Any) -> N
     assert cache.policy.summary == "fp16 on 4 of 4 layers; turbo8v4 was asked for"
     with pytest.raises(PolicyError, match="layer 0 falls back to fp16"):
         quantize_prompt_cache(tiny_llama, windows, {"mode": "turbo8v4", "strict": True})
+
+
+def test_key_biases_of_the_checkpoint_are_taken_off(biased: Any) -> None:
+    """Without them the keys of Qwen2's kind are mostly bias, and the bits are spent on it."""
+    exact, packed = filled(biased), quantize_prompt_cache(biased, filled(biased), "int8")
+    plain = build.convert(
+        filled(biased), lambda _: Row(parse_scheme("int8"), sink_tokens=4, tail_tokens=32)
+    )
+    last = mx.array([PROMPT[-1:]])
+    expected = biased(last, cache=exact)
+
+    error = {
+        name: distance(biased(last, cache=cache), expected)
+        for name, cache in (("mean", packed), ("none", plain))
+    }
+
+    for each, layer in zip(packed, biased.layers, strict=True):
+        assert mx.allclose(each.row.keys.mean.reshape(-1), layer.self_attn.k_proj.bias)
+        assert each.row.statistics_id == "checkpoint"
+    assert error["mean"] < error["none"] / 3
+
+
+def test_keys_that_keep_their_mean_are_protected_at_the_ends(
+    biased: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrate, "checkpoint_means", lambda *_: {})
+
+    cache = quantize_prompt_cache(biased, make_prompt_cache(biased), "turbo4v4", allowed="a test")
+
+    assert {plan.effective.k.name for plan in cache.policy.layers} == {"int8"}
 
 
 def test_keys_of_four_bits_need_a_reason(tiny_llama: Any) -> None:
