@@ -52,9 +52,9 @@ def plain_class(made: Any) -> type:
     return kind.__bases__[1] if issubclass(kind, AloneRow) else kind
 
 
-def like(model: Any, made: Any) -> Any:
-    """Return the cache *made*, an AloneRow if *model* is one."""
-    return alone(made) if isinstance(model, AloneRow) else made
+def like(other: Any, made: Any) -> Any:
+    """Return the cache *made*, an AloneRow if the cache *other* is one."""
+    return alone(made) if isinstance(other, AloneRow) else made
 
 
 _CLASSES: dict[type, type] = {}  # one for each class of cache, made when first met
