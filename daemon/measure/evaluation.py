@@ -74,10 +74,10 @@ def run(job: EvalJob, say: Say) -> EvalReport:
     say("loading the model", 0)
     profiles = Path(job.profiles) if job.profiles else None
     subject = load(Path(job.model_path), fingerprint=job.fingerprint, profiles=profiles)
-    entrants = [enter(subject, contender, say) for contender in job.contenders]
     prompt = _prompt_tokens(job.context, subject.architecture)
     plain = texts.natural(subject.tokenizer, text, prompt=prompt, count=job.windows)
     copies = texts.copies(subject.tokenizer, text, prompt=prompt, count=job.windows)
+    entrants = [enter(subject, contender, say) for contender in job.contenders]
 
     progress = _Progress(
         say, 2 * job.windows * (len(entrants) + 2) + (len(needle.DEPTHS) + 1) * (len(entrants) + 1)

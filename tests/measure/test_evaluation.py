@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from daemon.config.evaluation import Contender, EvalJob
+from daemon.errors import TqdError
 from daemon.measure import evaluation, serving
 from daemon.policy.request import request
 from daemon.policy.spec import KvSpec
@@ -65,3 +66,26 @@ def test_what_is_reported_as_packed_was_packed_when_it_was_measured(
         assert math.isfinite(figures.kld_mean)
         assert figures.kld_mean != 0
     assert policy.served.same_as_alone == policy.served.sequences
+
+
+def test_a_text_that_is_too_short_is_refused_before_keys_are_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*_: object) -> None:
+        raise AssertionError("measuring takes minutes")
+
+    monkeypatch.setattr(evaluation, "enter", measured)
+    text = tmp_path / "text.txt"
+    text.write_text("A sentence.")
+    kv = request(KvSpec(), load_policies().policies)
+    job = EvalJob(
+        model="m",
+        model_path=str(write_tiny_model(tmp_path / "m")),
+        contenders=(Contender(label="balanced", kv=kv),),
+        windows=1,
+        context=120,
+        text=str(text),
+    )
+
+    with pytest.raises(TqdError, match=r"text\.txt has \d+ tokens; 1 windows need"):
+        evaluation.run(job, lambda what, share: None)
