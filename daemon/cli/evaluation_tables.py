@@ -37,7 +37,7 @@ def print_report(report: EvalReport) -> None:
     out.print(
         Text(
             f"against the fp16 cache: perplexity {fp16:.2f}, needles {_needles(report.reference_needles)}; "
-            f"{report.windows} windows of {report.prompt_tokens:,} prompt tokens, {report.scored_tokens} scored; "
+            f"{report.windows} window{'s' * (report.windows > 1)} of {report.prompt_tokens:,} prompt tokens, {report.scored_tokens} scored; "
             f"{', '.join(f'{name} {version}' for name, version in report.versions.items())}, {report.device}",
             style="dim",
         )

@@ -122,8 +122,8 @@ def _spread(tokenizer: Any, text: Text, *, size: int, count: int) -> list[Sequen
     fitting = len(tokens) // size
     if fitting < count:
         raise TqdError(
-            f"{text.name} has {len(tokens):,} tokens; {count} windows need {count * size:,}",
-            hint=f"ask for {fitting} windows" if fitting else "use a longer text, or a shorter context",
+            f"{text.name} has {len(tokens):,} tokens; --windows {count} needs {count * size:,}",
+            hint=f"write --windows {fitting}" if fitting else "use a longer text, or a shorter context",
         )  # fmt: skip
     step = len(tokens) // count
     return [tokens[index * step : index * step + size] for index in range(count)]

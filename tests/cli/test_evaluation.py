@@ -112,7 +112,7 @@ def test_what_cannot_be_measured_is_refused_with_the_reason(run: Run, model: str
         ("eval", "nobody"): (4, "neither a server nor the folder of a model"),
         ("eval", "./absent"): (1, "there is no folder ./absent"),
         ("eval", "org/absent"): (1, "org/absent: no such folder"),
-        ("eval", "chat", "--text", "servers.yaml"): (1, "windows need"),
+        ("eval", "chat", "--text", "servers.yaml"): (1, "needs"),
         ("eval", "chat", "--plot", "plot.gif"): (1, "names no format"),
         ("eval", "chat", "--json", "absent/report.json"): (1, "there is no folder absent"),
         ("advise", "nobody"): (4, "neither a server"),

@@ -87,5 +87,5 @@ def test_a_text_that_is_too_short_is_refused_before_keys_are_measured(
         text=str(text),
     )
 
-    with pytest.raises(TqdError, match=r"text\.txt has \d+ tokens; 1 windows need"):
+    with pytest.raises(TqdError, match=r"text\.txt has \d+ tokens; --windows 1 needs"):
         evaluation.run(job, lambda what, share: None)

@@ -59,9 +59,9 @@ def test_the_copy_test_has_the_published_layout() -> None:
 
 
 def test_a_text_that_is_too_short_says_how_many_windows_it_has() -> None:
-    with pytest.raises(TqdError, match="has 10,000 tokens; 8 windows need 13,3") as refusal:
+    with pytest.raises(TqdError, match="has 10,000 tokens; --windows 8 needs 13,3") as refusal:
         texts.natural(Letters(), TEXT, prompt=1536, count=8)
-    assert refusal.value.hint == "ask for 6 windows"
+    assert refusal.value.hint == "write --windows 6"
     with pytest.raises(TqdError) as refusal:
         texts.natural(Letters(), Text("short", "abc"), prompt=1536, count=1)
     assert "longer text" in str(refusal.value.hint)
