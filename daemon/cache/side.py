@@ -57,6 +57,13 @@ class FullPrecision:
         other._head, other._head_count, other._tail = self._head, self._head_count, self._tail
         return other
 
+    def holding(self, head: mx.array | None, tail: mx.array | None) -> FullPrecision:
+        """Return a side like this one that holds *head* and *tail* instead, neither of them empty."""
+        other = self.copy()
+        other._head, other._tail = head, tail
+        other._head_count = 0 if head is None else head.shape[1]
+        return other
+
     def append(self, x: mx.array) -> None:
         """Add the tokens of *x* (H, n, dim): to the buffer, or to the sinks and the tail."""
         self.n_heads, self.dim = x.shape[0], x.shape[2]

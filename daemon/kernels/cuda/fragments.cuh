@@ -1,5 +1,6 @@
 // The fast kernel: decode attention over tiles in fragment order, on Hopper's tensor cores. One query token, up to 8 query
-// heads per KV head, both sides packed; sinks and tail in full precision; one node for a layer and all rows of a batch.
+// heads per KV head, both sides packed; sinks and tail in full precision; one node for a layer and all rows of a batch,
+// which takes in the newest token too.
 //
 // A block of 8 + 4 warps serves one KV head of one row over one split of its tiles. Each of the 8 owns whole tiles and a
 // ring of bulk copies: no barrier in the loop. Codes are signed bytes after one permutation, so scores and outputs are
@@ -61,7 +62,7 @@ struct Fragments {
 
   Vectors<T> queries;  // ([B,] heads, 1, D)
   Tiles tiles;
-  Vectors<T> k_head, k_tail, v_head, v_tail;
+  Plain<T, D> plain;
   const float* k_signs;  // (KV heads, D): the rotation's sign times the key scale
   const float* v_signs;  // (D,)
   const float* mean;     // (KV heads, D), times the rotary embedding's own factor; null: nothing was subtracted
@@ -440,15 +441,14 @@ struct Fragments {
 #pragma unroll
       for (int u = 0; u < TOGETHER; ++u) {
         const int i = first + u * apart;
-        const bool sink = i < in_head;
-        const T* key = sink ? k_head.at(at.row, at.kv, i) : k_tail.at(at.row, at.kv, i - in_head);
-        const T* value = sink ? v_head.at(at.row, at.kv, i) : v_tail.at(at.row, at.kv, i - in_head);
-        const long long k_dim = sink ? k_head.dim : k_tail.dim, v_dim = sink ? v_head.dim : v_tail.dim;
+        const PlainVector<T> key = plain.at(at.span, at.row, at.kv, i, count, 0);
+        const PlainVector<T> value = plain.at(at.span, at.row, at.kv, i, count, 1);
 #pragma unroll
         for (int r = 0; r < R; ++r) {
           const int d = lane + WARP * r;
-          k[u][r] = i < count ? to_float(key[d * k_dim]) : 0.f;
-          v[u][r] = i < count ? to_float(value[d * v_dim]) : 0.f;
+          k[u][r] = i < count ? to_float(key.from[d * key.dim]) : 0.f;
+          v[u][r] = i < count ? to_float(value.from[d * value.dim]) : 0.f;
+          if (i < count) put(key.to + d, k[u][r]), put(value.to + d, v[u][r]);
         }
       }
 #pragma unroll
