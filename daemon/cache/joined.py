@@ -51,14 +51,15 @@ class Joined:
 
     def _place(self, rows: Sequence[Row], left: Sequence[int]) -> None:
         """Look where the tokens of *rows* are, whose slots still have *left* tokens that are gone."""
-        spans = tuple(
-            Span(row.length, *row.packed, left=gone) for row, gone in zip(rows, left, strict=True)
+        lengths = [row.length for row in rows]  # as long as it is counted as before
+        self._folds_at = min(
+            row.folds_at - length for row, length in zip(rows, lengths, strict=True)
         )
+        self._longest = max(lengths)
         self._tiles = [_nothing() if row.tiles is None else row.tiles for row in rows]
         self._grown = 0  # tokens of each row since then
-        self._folds_at = min(row.folds_at - row.length for row in rows)
-        self._longest = max(row.length for row in rows)
-        self._set(spans)
+        placed = zip(rows, lengths, left, strict=True)
+        self._set(tuple(Span(length, *row.packed, left=gone) for row, length, gone in placed))
 
     def _set(self, spans: tuple[Span, ...]) -> None:
         self._spans = spans
