@@ -22,7 +22,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from daemon.cache import window
-from daemon.cache.side import FullPrecision, RowState, dtype_name
+from daemon.cache.side import FullPrecision, RowState, dtype_name, written
 from daemon.kernels import encode, order, packing
 from daemon.kernels.attention import REFERENCE
 from daemon.kernels.case import Attend
@@ -31,6 +31,9 @@ from daemon.kernels.packing import TILE, TileLayout
 from daemon.kernels.stored import RawSide, Stored
 from daemon.policy.matching import least_token_budget
 from daemon.policy.schemes import FP16, Scheme
+
+_LEAST_SLACK = 8  # tiles
+_PLACES = 32  # layers that grow at different times
 
 DECODE_TOKENS = 8  # up to this many tokens at once are decoded: one, or several with speculation
 
@@ -67,7 +70,7 @@ class Row:
     Of these, *dropped* tokens after the sinks are gone, in whole tiles, where there is a
     *token_budget*: the most tokens that any token attends to. Tokens leave the tail *fold_tokens* at a
     time, a multiple of a tile. A prompt of up to *exact_prompt* tokens stays in full precision until it is
-    decoded; more than that is packed while it is read. *keys* is what is taken off keys before they are packed, and
+    decoded; more than that is packed while it is read. *place* is the layer's number. *keys* is what is taken off keys before they are packed, and
     *statistics_id* the name of the statistics behind it; affine keys are packed as they are. *attention*
     is what attends to it.
     """
@@ -84,6 +87,7 @@ class Row:
         keys: KeyTransform | None = None,
         statistics_id: str | None = None,
         attention: Attend = REFERENCE,
+        place: int = 0,
     ) -> None:
         if exact_prompt and token_budget is not None:
             raise ValueError("a row with a token budget packs its prompt as it is read")
@@ -104,6 +108,7 @@ class Row:
         self.token_budget = token_budget
         self.statistics_id = statistics_id
         self.attention = attention
+        self.place = place
         self.dropped = 0
         self._length = 0
         self._packed_to = 0
@@ -135,6 +140,7 @@ class Row:
             keys=self.keys,
             statistics_id=self.statistics_id,
             attention=self.attention,
+            place=self.place,
         )
 
     def copy(self) -> Row:
@@ -486,15 +492,22 @@ class Row:
     def _store(self, tiles: mx.array, at: int) -> None:
         end = at + tiles.shape[1]
         if self._tiles is None or end > self._tiles.shape[1]:
-            # a quarter of slack: growing copies the history, so it must happen rarely
-            room = end + max(8, end // 4) if at else end
+            room = end + self._slack(end) if at else end
             spare = mx.zeros((tiles.shape[0], room - at, tiles.shape[2]), dtype=mx.uint32)
             self._tiles = (
                 spare
                 if self._tiles is None
                 else mx.concatenate([self._tiles[:, :at], spare], axis=1)
             )
-        self._tiles = mx.slice_update(self._tiles, tiles, mx.array([at]), (1,))
+        self._tiles = written(self._tiles, tiles, at)
+
+    def _slack(self, tiles: int) -> int:
+        """Return for how many more than *tiles* to make room: growing copies the history, so it must happen rarely.
+
+        An eighth to a quarter of them, by the row's place: the layers of a model do not all grow in one step.
+        """
+        eighth = max(_LEAST_SLACK, tiles // 8)
+        return eighth + eighth * (self.place % _PLACES) // _PLACES
 
 
 def _shapes(arrays: Mapping[str, mx.array]) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -261,7 +261,7 @@ class BatchCache(_Cache):
         """Tokens stored in each row, int32 (B,): the positions of the next ones."""
         joined = self._going
         lengths = joined.lengths if joined else (tuple(row.length for row in self.rows), 0)
-        return mx.array(_offsets(*lengths))  # the caller's own: it may add to it in place
+        return _offsets(*lengths)[...]  # an object of the caller's own, who may add to it in place
 
     @property
     def width(self) -> int:

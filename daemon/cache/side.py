@@ -18,6 +18,13 @@ def dtype_name(array: mx.array) -> str:
     return str(array.dtype).rsplit(".", 1)[-1]
 
 
+def written(buffer: mx.array, part: mx.array, at: int) -> mx.array:
+    """Return *buffer* (H, n, …) with *part* from token *at* on; in place where nobody else holds the buffer."""
+    out = buffer[...]  # an object of its own: writing to it leaves *buffer* as it is
+    out[:, at : at + part.shape[1]] = part
+    return out
+
+
 @dataclass(frozen=True, slots=True)
 class RowState:
     """What a row holds, apart from its policy.
@@ -144,7 +151,7 @@ class FullPrecision:
             grown = mx.zeros((x.shape[0], room, x.shape[2]), dtype=x.dtype)
             if self._head is not None:
                 old = self._head[:, : self._head_count]
-                grown = mx.slice_update(grown, old, mx.array([0]), (1,))
+                grown = written(grown, old, 0)
             self._head = grown
-        self._head = mx.slice_update(self._head, x, mx.array([self._head_count]), (1,))
+        self._head = written(self._head, x, self._head_count)
         self._head_count = end

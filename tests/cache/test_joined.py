@@ -172,7 +172,13 @@ def test_a_step_is_one_call_for_all_rows_and_a_fold_another() -> None:
         pair.step()
 
     assert stepping.calls == [4] * 64
-    assert sorted(stepping.folds) == [1, 1, 1, 2, 2]  # two of each but the shortest, equal ones at once
+    assert sorted(stepping.folds) == [
+        1,
+        1,
+        1,
+        2,
+        2,
+    ]  # two of each but the shortest, equal ones at once
     pair.check()
 
 
