@@ -18,6 +18,13 @@ def dtype_name(array: mx.array) -> str:
     return str(array.dtype).rsplit(".", 1)[-1]
 
 
+def written(buffer: mx.array, part: mx.array, at: int) -> mx.array:
+    """Return *buffer* (H, n, …) with *part* from token *at* on; in place where nobody else holds the buffer."""
+    out = buffer[...]  # an object of its own: writing to it leaves *buffer* as it is
+    out[:, at : at + part.shape[1]] = part
+    return out
+
+
 @dataclass(frozen=True, slots=True)
 class RowState:
     """What a row holds, apart from its policy.
@@ -55,6 +62,13 @@ class FullPrecision:
         other = FullPrecision(self.codec, self._sink_tokens)
         other.n_heads, other.dim, other.dtype = self.n_heads, self.dim, self.dtype
         other._head, other._head_count, other._tail = self._head, self._head_count, self._tail
+        return other
+
+    def holding(self, head: mx.array | None, tail: mx.array | None) -> FullPrecision:
+        """Return a side like this one that holds *head* and *tail* instead, neither of them empty."""
+        other = self.copy()
+        other._head, other._tail = head, tail
+        other._head_count = 0 if head is None else head.shape[1]
         return other
 
     def append(self, x: mx.array) -> None:
@@ -137,7 +151,7 @@ class FullPrecision:
             grown = mx.zeros((x.shape[0], room, x.shape[2]), dtype=x.dtype)
             if self._head is not None:
                 old = self._head[:, : self._head_count]
-                grown = mx.slice_update(grown, old, mx.array([0]), (1,))
+                grown = written(grown, old, 0)
             self._head = grown
-        self._head = mx.slice_update(self._head, x, mx.array([self._head_count]), (1,))
+        self._head = written(self._head, x, self._head_count)
         self._head_count = end

@@ -53,6 +53,9 @@ class Result:
     tokens: int
     cache: str
     tokens_per_second: float
+    mean_ms: float
+    median_ms: float
+    most_ms: float
     peak_gb: float
     cache_gb: float
 
@@ -103,7 +106,7 @@ def ours(name: str, *, plain: bool, mean: bool) -> Callable[[int, int, llama.Mod
 
     def make(rows: int, tokens: int, model: llama.Model) -> Caches:
         attention, caches = on_this_device(), []
-        for layer in model.layers:
+        for place, layer in enumerate(model.layers):
             keys = None
             if mean:
                 scale = mx.exp(0.3 * mx.random.normal((N_KV, DIM)))
@@ -111,7 +114,7 @@ def ours(name: str, *, plain: bool, mean: bool) -> Callable[[int, int, llama.Mod
                 keys = KeyTransform(scale, 0.3 * mx.random.normal((N_KV, DIM)), rotary)
             row = Row(
                 SCHEMES[name], sink_tokens=SINKS if plain else 0, tail_tokens=TAIL if plain else 0,
-                keys=keys, attention=attention,
+                keys=keys, attention=attention, place=place,
             )  # fmt: skip
             filled = []
             for _ in range(rows):
@@ -158,12 +161,13 @@ def measure(model: llama.Model, rows: int, tokens: int, kind: str) -> Result:
     steps = [end - begin for begin, end in pairwise(ends[WARM - 1 :])]
     seconds = sum(steps)
     result = Result(
-        rows, tokens, kind, rows * STEPS / seconds, mx.get_peak_memory() / 1e9, size / 1e9
-    )
+        rows, tokens, kind, rows * STEPS / seconds, seconds / STEPS * 1e3, median(steps) * 1e3,
+        max(steps) * 1e3, mx.get_peak_memory() / 1e9, size / 1e9,
+    )  # fmt: skip
     print(
         f"{rows} × {tokens:6d} {kind:16s} {result.tokens_per_second:8.1f} tokens/s,"
-        f" a step {seconds / STEPS * 1e3:6.2f} ms (median {median(steps) * 1e3:.2f},"
-        f" most {max(steps) * 1e3:.2f}), peak {result.peak_gb:.1f} GB, caches {result.cache_gb:.2f} GB",
+        f" a step {result.mean_ms:6.2f} ms (median {result.median_ms:.2f},"
+        f" most {result.most_ms:.2f}), peak {result.peak_gb:.1f} GB, caches {result.cache_gb:.2f} GB",
         flush=True,
     )
     return result
@@ -172,15 +176,15 @@ def measure(model: llama.Model, rows: int, tokens: int, kind: str) -> Result:
 def table(results: list[Result]) -> str:
     base = {(r.rows, r.tokens): r.tokens_per_second for r in results if r.cache == "mlx-lm fp16"}
     lines = [
-        "| rows × tokens | cache | tokens/s | × fp16 | peak GB | caches GB |",
-        "|---|---|---|---|---|---|",
+        "| rows × tokens | cache | tokens/s | × fp16 | step ms: mean | median | most | caches GB | peak GB |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
         first = base.get((r.rows, r.tokens))
         ratio = f"{r.tokens_per_second / first:.2f}" if first else "–"
         lines.append(
             f"| {r.rows} × {r.tokens} | {r.cache} | {r.tokens_per_second:.1f} | {ratio} |"
-            f" {r.peak_gb:.1f} | {r.cache_gb:.2f} |"
+            f" {r.mean_ms:.2f} | {r.median_ms:.2f} | {r.most_ms:.2f} | {r.cache_gb:.2f} | {r.peak_gb:.1f} |"
         )
     return "\n".join(lines)
 

@@ -26,6 +26,7 @@ from daemon.kernels import order
 from daemon.kernels.cuda import launch, plan
 from daemon.kernels.keys import KeyTransform, Rotary
 from daemon.kernels.packing import TILE, TileLayout
+from daemon.kernels.stepping import Span
 from daemon.policy.schemes import SCHEMES
 
 LAYERS = 32
@@ -146,27 +147,21 @@ def packed_chain(
     layer = launch.layer_of(layout, N_KV, keys)
     assert layer is not None
     sinks, tail = (SINKS, TAIL) if plain else (0, 0)
-    span = (tokens + tail, sinks, tokens, 0)
-    caches = [random_tiles(layout, rows * tiles_each) for _ in range(LAYERS)]
+    span = Span(tokens + tail, sinks, tokens)
+    caches = [[random_tiles(layout, tiles_each) for _ in range(rows)] for _ in range(LAYERS)]
     raws = []
     for _ in range(LAYERS):
-        parts = [
-            mx.random.normal((rows, N_KV, max(count, 1), DIM)).astype(mx.float16)
-            for count in (sinks, tail, sinks, tail)
-        ]
-        mx.eval(parts)
-        raws.append(launch.Raw(*parts))
-    pages = None
-    if rows > 1:
-        pages = mx.arange(rows * tiles_each, dtype=mx.int32).reshape(rows, tiles_each)
+        raw = mx.random.normal((rows, 2, N_KV, max(sinks + tail, 1), DIM)).astype(mx.float16)
+        mx.eval(raw)
+        raws.append(raw)
     queries = start_queries(rows)
-    splits = plan.fast_splits(rows, N_KV, tiles_each)
+    splits = plan.fast_splits(N_KV, [tiles_each] * rows)
     spans = launch.spans_of((span,) * rows)
 
     def chain(zero: mx.array) -> mx.array:
         x = queries + zero.astype(mx.float16)
         for cache, raw in zip(caches, raws, strict=True):
-            x = launch.fast(x, cache, spans, raw, layer, DIM**-0.5, splits, pages=pages)
+            x, _ = launch.fast(x, None, raw, cache, spans, layer, DIM**-0.5, splits)
         return x
 
     raw_bytes = rows * N_KV * (sinks + tail) * 2 * DIM * 2

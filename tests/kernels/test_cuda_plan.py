@@ -58,11 +58,21 @@ def test_every_general_variant_fits_too(dim_k: int, dim_v: int) -> None:
 
 
 def test_splits_are_at_most_a_block_a_multiprocessor_and_a_tile_a_warp() -> None:
-    assert plan.fast_splits(1, 8, 4096) == 16
-    assert plan.fast_splits(8, 8, 256) == 2
-    assert plan.fast_splits(64, 8, 4096) == 1
-    assert plan.fast_splits(1, 8, 64) == 8
-    assert plan.fast_splits(1, 8, 1) == 1
+    assert plan.fast_splits(8, [4096]) == 16
+    assert plan.fast_splits(8, [256] * 8) == 2
+    assert plan.fast_splits(8, [4096] * 64) == 1
+    assert plan.fast_splits(8, [64]) == 8
+    assert plan.fast_splits(8, [1]) == 1
+    assert plan.fast_splits(8, [0, 0]) == 1
+
+
+def test_a_row_longer_than_the_others_is_cut_into_more_parts() -> None:
+    assert plan.fast_splits(8, [4096, *[64] * 7]) == 14
+    assert plan.fast_splits(8, [4096, 2048]) == 11
+
+
+def test_a_kernel_has_room_for_as_many_rows_or_some_more() -> None:
+    assert [plan.room_for(rows) for rows in (1, 2, 8, 9, 33, 64, 65)] == [1, 8, 8, 32, 64, 64, None]
 
 
 @pytest.mark.parametrize(
@@ -140,11 +150,11 @@ def test_spans_are_one_array_for_all_layers_of_a_step() -> None:
 
 
 def test_bodies_ask_for_pages_masks_and_sinks_only_where_there_are_any() -> None:
-    assert "pages" not in sources.fast_text(paged=False, sinks=False)[1]
-    assert "pages_shape[1]" in sources.fast_text(paged=True, sinks=False)[1]
+    assert "tiles1" not in sources.fast_text(1, sinks=False)[1]
+    assert "tiles7_strides" in sources.fast_text(8, sinks=True)[1]
     assert "mask_shape" not in sources.scan_text(paged=False, masked=False)[1]
     assert "logits, " in sources.merge_text(sinks=True)[1]
-    for text in (sources.fast_text(paged=False, sinks=False), sources.encode_text()):
+    for text in (sources.fast_text(1, sinks=False), sources.encode_text(), sources.fold_text()):
         for line in text[0].splitlines():
             if line.startswith("#include"):
                 assert (sources.FOLDER / line.split("/")[-1].rstrip('"')).is_file()

@@ -43,14 +43,17 @@ __device__ __forceinline__ float warp_max(float x) {
 }
 
 // One row of a batch: tokens 0 to length, of which those from packed_from to packed_to are in tiles;
-// token p was computed at position p + dropped. The words of one row of the `spans` array, int32 (B, 16).
+// token p was computed at position p + dropped. Of the plain tokens (plain.cuh), `left` after the sinks have gone into
+// tiles since they were written, and `fresh` says that the newest token is not among them yet. The words of one row of
+// the `spans` array, int32 (B, 16).
 struct Span {
-  int length, packed_from, packed_to, dropped;
+  int length, packed_from, packed_to, dropped, left, fresh;
 };
 
 __device__ __forceinline__ Span span_of(const int* spans, int row) {
   const int4 s = *reinterpret_cast<const int4*>(spans + 16 * row);
-  return {s.x, s.y, s.z, s.w};
+  const int2 t = *reinterpret_cast<const int2*>(spans + 16 * row + 4);
+  return {s.x, s.y, s.z, s.w, t.x, t.y};
 }
 
 // Vectors in full precision, ([B,] H, n, D) with any strides.

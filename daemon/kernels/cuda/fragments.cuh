@@ -1,5 +1,6 @@
 // The fast kernel: decode attention over tiles in fragment order, on Hopper's tensor cores. One query token, up to 8 query
-// heads per KV head, both sides packed; sinks and tail in full precision; one node for a layer and all rows of a batch.
+// heads per KV head, both sides packed; sinks and tail in full precision; one node for a layer and all rows of a batch,
+// which takes in the newest token too.
 //
 // A block of 8 + 4 warps serves one KV head of one row over one split of its tiles. Each of the 8 owns whole tiles and a
 // ring of bulk copies: no barrier in the loop. Codes are signed bytes after one permutation, so scores and outputs are
@@ -55,7 +56,6 @@ struct alignas(COUNT * sizeof(T)) Numbers {
 
 // Where a block's numbers go, and what they are of.
 struct Block {
-  Span span;
   int row, kv, n_kv, split, splits;
 };
 
@@ -66,7 +66,8 @@ struct Fragments {
 
   Vectors<T> queries;  // ([B,] heads, 1, D)
   Tiles tiles;
-  Vectors<T> k_head, k_tail, v_head, v_tail;
+  Plain<T, D> plain;
+  const int* spans;      // of each row
   const float* k_signs;  // (KV heads, D): the rotation's sign times the key scale
   const float* v_signs;  // (D,)
   const float* mean;     // (KV heads, D), times the rotary embedding's own factor; null: nothing was subtracted
@@ -82,7 +83,6 @@ struct Fragments {
   __device__ __forceinline__ void run(const Block at, unsigned char* shared) const {
     const int warp = warp_index(), lane = threadIdx.x % WARP;
     if (warp < TILE_WARPS) {
-      more_registers<TILE_REGISTERS>();
       attend_tiles(at, shared, warp, lane);
       asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory");
       if (warp < G) conclude(at, shared, warp, lane);
@@ -184,30 +184,30 @@ struct Fragments {
 
   __device__ __forceinline__ void attend_tiles(const Block& at, unsigned char* shared, int warp, int lane) const {
     const int g = lane >> 2, c = lane & 3;
-    const int begin = at.span.packed_from / TILE, end = (at.span.packed_to + TILE - 1) / TILE;
-    const int first = begin + (int)((u32)(end - begin) * (u32)at.split / (u32)at.splits) + warp;
-    const int stop = begin + (int)((u32)(end - begin) * (u32)(at.split + 1) / (u32)at.splits);
-    const int count = first < stop ? (stop - 1 - first) / TILE_WARPS + 1 : 0;
     unsigned char* ring = shared + S::RING + warp * S::STAGES * S::WORDS * 4;
     const u32 barriers = shared_address(shared) + warp * S::STAGES * 8, slots = shared_address(ring);
 
-    // read before copying: otherwise a query waits behind megabytes of tiles
+    // asked for before any tile: otherwise it would wait behind megabytes of them
+    const Span span = span_of(spans, at.row);
     const Query query = read(at, warp, lane);
     MeanBias<NT, S::TABLE_IN_REGISTERS> bias;
     if (ROTARY) bias.load(constants, lane);
-    int pages[S::STAGES + 1];  // of the next tiles, found before they are needed; the last one a round ahead
-#pragma unroll
-    for (int s = 0; s <= S::STAGES; ++s) pages[s] = page_ahead(at, first, s, stop);
-    int ahead = pages[S::STAGES];
-    const u64 once = read_once();
     if (lane == 0) {
       for (int s = 0; s < S::STAGES; ++s) barrier_init(barriers + 8 * s);
       barriers_visible();
+    }
+    const int begin = span.packed_from / TILE, end = (span.packed_to + TILE - 1) / TILE;
+    const int first = begin + (int)((u32)(end - begin) * (u32)at.split / (u32)at.splits) + warp;
+    const int stop = begin + (int)((u32)(end - begin) * (u32)(at.split + 1) / (u32)at.splits);
+    const int count = first < stop ? (stop - 1 - first) / TILE_WARPS + 1 : 0;
+    const u64 once = read_once();
+    if (lane == 0)
 #pragma unroll
       for (int s = 0; s < S::STAGES; ++s)
         if (s < count)
-          copy_to_shared(slots + s * S::WORDS * 4, tiles.at_page(at.kv, pages[s]), S::WORDS * 4, barriers + 8 * s, once);
-    }
+          copy_to_shared(slots + s * S::WORDS * 4, tiles.at_page(at.kv, first + s * TILE_WARPS), S::WORDS * 4,
+                         barriers + 8 * s, once);
+    more_registers<TILE_REGISTERS>();  // waits for the other warps to give them: the copies are on their way by then
     // Constants go through shared memory, to each lane its own copy: where the compiler knows that a number is the same
     // for all, it spends an instruction on every use of it.
     uint4* kept = reinterpret_cast<uint4*>(shared + S::CONSTANTS) + lane;
@@ -220,7 +220,7 @@ struct Fragments {
     uint4* table = reinterpret_cast<uint4*>(shared + S::TABLE);
     if (ROTARY && !S::TABLE_IN_REGISTERS)
       for (int i = threadIdx.x; i < MEAN_TABLE_WORDS / 4; i += TILE_WARPS * WARP) table[i] = __ldg(constants.table() + i);
-    if (ROTARY) bias.start(first * TILE + at.span.dropped);
+    if (ROTARY) bias.start(first * TILE + span.dropped);
     if (warp < GP) prepare(query, shared, warp, lane);
     asm volatile("bar.sync 1, %0;" ::"n"(TILE_WARPS * WARP) : "memory");  // the other warps have no part in it
 
@@ -309,12 +309,12 @@ struct Fragments {
           s[n][i] = fmaf(s[n][i], k_scale[i], constant[n]);
           if (ROTARY) s[n][i] = fmaf(added[n][i], bias.factor[n], s[n][i]);
         }
-      if (t * TILE < at.span.packed_from || t * TILE + TILE > at.span.packed_to) {
+      if (t * TILE < span.packed_from || t * TILE + TILE > span.packed_to) {
         __syncwarp();  // keeps this a branch, instead of predicated instructions on every tile
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int p = t * TILE + i * 8 + g;
-          if (p < at.span.packed_from || p >= at.span.packed_to) {
+          if (p < span.packed_from || p >= span.packed_to) {
             v_scale[i] = 0.f;
 #pragma unroll
             for (int n = 0; n < NT; ++n) s[n][i] = MASKED;
@@ -384,8 +384,8 @@ struct Fragments {
       }
       __syncwarp();
       if (lane == 0 && it + S::STAGES < count)
-        copy_to_shared(slots + stage * S::WORDS * 4, tiles.at_page(at.kv, ahead), S::WORDS * 4, barriers + 8 * stage, once);
-      ahead = page_ahead(at, t, S::STAGES + 1, stop);
+        copy_to_shared(slots + stage * S::WORDS * 4, tiles.at_page(at.kv, t + S::STAGES * TILE_WARPS), S::WORDS * 4,
+                       barriers + 8 * stage, once);
       if (++stage == S::STAGES) stage = 0, turn ^= 1;
     }
 
@@ -410,11 +410,6 @@ struct Fragments {
     }
   }
 
-  // The page of the tile `rounds` of this warp after t, or of the last one.
-  __device__ __forceinline__ int page_ahead(const Block& at, int t, int rounds, int stop) const {
-    return tiles.page_of(at.row, max(0, min(t + rounds * TILE_WARPS, stop - 1)));
-  }
-
   static __device__ __forceinline__ void read_scales(const u32* words, int g, float (&scale)[4]) {
     const uint2 w = reinterpret_cast<const uint2*>(words)[g];
     const float2 a = __half22float2(*reinterpret_cast<const __half2*>(&w.x));
@@ -424,27 +419,27 @@ struct Fragments {
 
   // One head's share of sinks and tail, TOGETHER tokens at a time; their outputs are rotated once, into the stored basis.
   __device__ __forceinline__ void attend_plain(const Block& at, unsigned char* shared, int h, int lane) const {
+    const Span span = span_of(spans, at.row);
     float q[R], sum[R], top = LOWEST, total = 0.f;
 #pragma unroll
     for (int i = 0; i < R; ++i) {
       q[i] = to_float(queries.at(at.row, at.kv * G + h, 0)[(lane + WARP * i) * queries.dim]) * scale * LOG2E;
       sum[i] = 0.f;
     }
-    const int in_head = at.span.packed_from, count = in_head + at.span.length - at.span.packed_to;
+    const int count = span.packed_from + span.length - span.packed_to;
     for (int first = at.split; first < count; first += TOGETHER * at.splits) {
       float k[TOGETHER][R], v[TOGETHER][R], s[TOGETHER], above = top;
 #pragma unroll
       for (int u = 0; u < TOGETHER; ++u) {
         const int i = first + u * at.splits;
-        const bool sink = i < in_head;
-        const T* key = sink ? k_head.at(at.row, at.kv, i) : k_tail.at(at.row, at.kv, i - in_head);
-        const T* value = sink ? v_head.at(at.row, at.kv, i) : v_tail.at(at.row, at.kv, i - in_head);
-        const long long k_dim = sink ? k_head.dim : k_tail.dim, v_dim = sink ? v_head.dim : v_tail.dim;
+        const PlainVector<T> key = plain.at(span, at.row, at.kv, i, count, 0);
+        const PlainVector<T> value = plain.at(span, at.row, at.kv, i, count, 1);
 #pragma unroll
         for (int r = 0; r < R; ++r) {
           const int d = lane + WARP * r;
-          k[u][r] = i < count ? to_float(key[d * k_dim]) : 0.f;
-          v[u][r] = i < count ? to_float(value[d * v_dim]) : 0.f;
+          k[u][r] = i < count ? to_float(key.from[d * key.dim]) : 0.f;
+          v[u][r] = i < count ? to_float(value.from[d * value.dim]) : 0.f;
+          if (i < count && h == 0) put(key.to + d, k[u][r]), put(value.to + d, v[u][r]);
         }
       }
 #pragma unroll
@@ -498,6 +493,7 @@ struct Fragments {
 
   // All of a head: its parts in this block and, if this warp is the last one of its head, the other splits.
   __device__ __forceinline__ void conclude(const Block& at, unsigned char* shared, int h, int lane) const {
+    const Numbers<R> signs = reinterpret_cast<const Numbers<R>*>(v_signs)[lane];  // needed last
     Merged all = merge_parts(shared, h, lane);
     if (at.splits > 1) {
       const long long to = head_of(at, h) * at.splits + at.split;
@@ -506,7 +502,7 @@ struct Fragments {
       if (!is_last(counters + head_of(at, h), at.splits, lane)) return;
       all = merge_splits(head_of(at, h) * at.splits, at.splits, lane);
     }
-    finish(all, at, h, lane);
+    finish(all, signs, at, h, lane);
   }
 
   static __device__ __forceinline__ Merged merge_parts(unsigned char* shared, int h, int lane) {
@@ -558,11 +554,10 @@ struct Fragments {
   }
 
   // Takes the learned sink in; then out of the stored basis, and into the caller's dtype.
-  __device__ __forceinline__ void finish(Merged& all, const Block& at, int h, int lane) const {
+  __device__ __forceinline__ void finish(Merged& all, const Numbers<R>& signs, const Block& at, int h, int lane) const {
     if (logits) all.total += all.raise(to_float(logits[at.kv * G + h]) * LOG2E);
     const float factor = rsqrtf((float)D) / all.total;
     hadamard<R>(all.x.at, lane);
-    const Numbers<R> signs = reinterpret_cast<const Numbers<R>*>(v_signs)[lane];
     Numbers<R, T> y;
 #pragma unroll
     for (int i = 0; i < R; ++i) put(y.at + i, all.x.at[i] * signs.at[i] * factor);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from itertools import cycle
@@ -20,7 +21,7 @@ from daemon.kernels.packing import TILE, TileLayout
 from daemon.kernels.stored import Stored
 from daemon.policy.schemes import FP16, INT8, Codec
 
-Spans = tuple[tuple[int, int, int, int], ...]
+Words = tuple[tuple[int, ...], ...]
 
 _SPAN_WORDS = 16  # an array of 8 bytes or fewer would live in memory that a GPU reads over PCIe
 _COUNTERS = 1024  # for the heads of all rows of a call
@@ -41,14 +42,22 @@ def attend(
     if fits and raw.k_head.dtype == raw.v_head.dtype == queries.dtype:
         layer = layer_of(stored.layout, n_kv, stored.keys)
         if layer is not None:
-            splits = plan.fast_splits(1, n_kv, -(-end // TILE) - begin // TILE)
-            return fast(queries, tiles, spans, raw, layer, scale, splits, sinks=sinks)
+            splits = plan.fast_splits(n_kv, (-(-end // TILE) - begin // TILE,))
+            plain = _plain(stored, queries.dtype)
+            return fast(queries, None, plain, [tiles], spans, layer, scale, splits, sinks=sinks)[0]
     return scan(queries, tiles, spans, raw, stored, scale, mask, sinks)
+
+
+def _plain(stored: Stored, dtype: mx.Dtype) -> mx.array:
+    """Return what of *stored* is in full precision as the fast kernel reads it, (1, 2, KV heads, n, D)."""
+    if stored.k.head is None and stored.k.tail is None:
+        return mx.zeros((1, 2, stored.n_kv_heads, 1, stored.layout.dim_k), dtype=dtype)
+    return mx.stack([stored.k.joined(), stored.v.joined()])[None]
 
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """Keys and values in full precision, ([B,] H, n, D) each: what comes before the packed tokens, and after them."""
+    """Keys and values in full precision, (H, n, D) each: what comes before the packed tokens, and after them."""
 
     k_head: mx.array
     k_tail: mx.array
@@ -121,57 +130,55 @@ class Variant:
 
 def fast(
     queries: mx.array,
-    tiles: mx.array,
+    fresh: tuple[mx.array, mx.array] | None,
+    plain: mx.array,
+    tiles: Sequence[mx.array],
     spans: mx.array,
-    raw: Raw,
     layer: Layer,
     scale: float,
     splits: int,
     *,
-    pages: mx.array | None = None,
     sinks: mx.array | None = None,
-) -> mx.array:
+) -> tuple[mx.array, mx.array]:
     """Attend from one query token of each row, in one node.
 
     Args:
         queries: ([B,] n_heads, 1, D); without B there is one row.
-        tiles: uint32 (KV heads, pages, words), in fragments.
+        fresh: keys and values of the newest tokens, ([B,] KV heads, 1, D) of the queries' dtype, where *spans* say
+            that *plain* does not have them.
+        plain: the rows' tokens in full precision, (B, 2, KV heads, slots, D) of the queries' dtype (plain.cuh).
+        tiles: of each row, uint32 (KV heads, capacity, words), in fragments.
         spans: as spans_of gives them.
-        raw: the rows' tokens in full precision, of the queries' dtype.
         layer: what layer_of gives.
         scale: factor of the scores.
         splits: parts into which the tiles of a head go.
-        pages: int32 (B, most): the page of each of a row's tiles; None: tile t is page t.
         sinks: learned sink logits (n_heads,), or None.
 
     Returns:
-        an array like *queries*.
+        an array like *queries*, and *plain* with the newest tokens and without those that have left.
     """
-    rows = queries.shape[0] if queries.ndim == 4 else 1
+    rows = len(tiles)
     n_heads, dim = queries.shape[-3], queries.shape[-1]
     dtype = queries.dtype
     variant = layer.variant(n_heads // layer.n_kv_heads, dtype, scale)
-    kernel = sources.fast_kernel(
-        variant.shared_bytes, paged=pages is not None, sinks=sinks is not None
-    )
-    inputs = [
-        queries, tiles, spans, raw.k_head, raw.k_tail, raw.v_head, raw.v_tail, layer.constants,
-        next(_counter_sets()),
-    ]  # fmt: skip
-    if pages is not None:
-        inputs.append(pages)
+    room = plan.room_for(rows)
+    assert room is not None, "more rows than there are inputs for"
+    kernel = sources.fast_kernel(variant.shared_bytes, room, sinks=sinks is not None)
+    keys, values = (queries, queries) if fresh is None else fresh
+    inputs = [queries, keys, values, plain, spans, layer.constants, next(_counter_sets()), *tiles]
+    inputs += [tiles[0]] * (room - rows)
     if sinks is not None:
         inputs.append(sinks if sinks.dtype == dtype else sinks.astype(dtype))
     partial = rows * n_heads * splits * (dim + 2) if splits > 1 else _SPAN_WORDS
-    out: mx.array = kernel(
+    out, following, _ = kernel(
         inputs=inputs,
         template=variant.template,
         grid=(splits * plan.THREADS, layer.n_kv_heads, rows),
         threadgroup=(plan.THREADS, 1, 1),
-        output_shapes=[queries.shape, (partial,)],
-        output_dtypes=[dtype, mx.float32],
-    )[0]
-    return out
+        output_shapes=[queries.shape, plain.shape, (partial,)],
+        output_dtypes=[dtype, dtype, mx.float32],
+    )
+    return out, following
 
 
 def scan(
@@ -235,14 +242,20 @@ def scan(
     return out.astype(queries.dtype)
 
 
-@lru_cache(maxsize=64)
-def spans_of(rows: Spans) -> mx.array:
-    """Return (length, packed from, packed to, dropped) of each row for the kernels, int32 (B, 16).
+@lru_cache(maxsize=256)
+def spans_of(rows: Words, grown: int = 0) -> mx.array:
+    """Return the words of `Span` (common.cuh) of each row for the kernels, int32 (B, 16), the lengths *grown* by some.
 
-    All layers of a step have the same ones, mostly: it is made once for all of them, by the GPU.
+    All layers of a step have the same ones, mostly: it is made once for all of them.
     """
+    return words_of(rows, grown)
+
+
+def words_of(rows: Words, grown: int = 0) -> mx.array:
+    """Return *rows* of up to 16 numbers for the kernels, int32 (B, 16), in the GPU's memory; the first ones plus *grown*."""
     words = np.zeros((len(rows), _SPAN_WORDS), dtype=np.int32)
-    words[:, :4] = rows
+    words[:, : len(rows[0])] = rows
+    words[:, 0] += grown
     return on_device(words)
 
 
