@@ -107,7 +107,8 @@ struct Fragments {
 
   // What a warp needs of its query head, read before any tile so that it does not wait behind them.
   struct Query {
-    float q[R], signs[R], mu[R], a[2], b[2], mu_a[2], mu_b[2];
+    T q[R], a[2], b[2];
+    float signs[R], mu[R], mu_a[2], mu_b[2];
   };
 
   __device__ __forceinline__ Query read(const Block& at, int h, int lane) const {
@@ -117,7 +118,7 @@ struct Fragments {
 #pragma unroll
     for (int i = 0; i < R; ++i) {
       const int d = lane + WARP * i;
-      x.q[i] = h < G ? to_float(q[d * queries.dim]) : 0.f;
+      x.q[i] = h < G ? q[d * queries.dim] : T(0.f);
       x.signs[i] = __ldg(k_signs + at.kv * D + d);
       x.mu[i] = mean && d >= 2 * n_pairs ? __ldg(mu + d) : 0.f;
     }
@@ -126,8 +127,8 @@ struct Fragments {
       for (int i = 0; i < 2; ++i) {
         const int j = lane + WARP * i, first = j * pair_step, second = first + pair_gap;
         const bool there = j < n_pairs && h < G;
-        x.a[i] = there ? to_float(q[first * queries.dim]) : 0.f;
-        x.b[i] = there ? to_float(q[second * queries.dim]) : 0.f;
+        x.a[i] = there ? q[first * queries.dim] : T(0.f);
+        x.b[i] = there ? q[second * queries.dim] : T(0.f);
         x.mu_a[i] = there ? __ldg(mu + first) : 0.f, x.mu_b[i] = there ? __ldg(mu + second) : 0.f;
       }
     return x;
@@ -138,16 +139,18 @@ struct Fragments {
     float x[R], constant = 0.f;
 #pragma unroll
     for (int i = 0; i < R; ++i) {
-      constant += query.q[i] * query.mu[i];
-      x[i] = query.q[i] * query.signs[i] * rsqrtf((float)D);
+      const float q = to_float(query.q[i]);
+      constant += q * query.mu[i];
+      x[i] = q * query.signs[i] * rsqrtf((float)D);
     }
     float worth = 0.f;
     if constexpr (ROTARY) {
       float a[2], b[2], most = 0.f;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        a[i] = query.a[i] * query.mu_a[i] + query.b[i] * query.mu_b[i];
-        b[i] = query.b[i] * query.mu_a[i] - query.a[i] * query.mu_b[i];
+        const float first = to_float(query.a[i]), second = to_float(query.b[i]);
+        a[i] = first * query.mu_a[i] + second * query.mu_b[i];
+        b[i] = second * query.mu_a[i] - first * query.mu_b[i];
         most = fmaxf(most, a[i] * a[i] + b[i] * b[i]);
       }
       most = warp_max(most);
@@ -182,31 +185,45 @@ struct Fragments {
     }
   }
 
+  // The tiles of a warp: `count` of them, TILE_WARPS apart.
+  struct Share {
+    int first, count;
+  };
+  static __device__ __forceinline__ Share share_of(const Span& span, const Block& at, int warp) {
+    const int begin = span.packed_from / TILE, end = (span.packed_to + TILE - 1) / TILE;
+    // of the block: tiles over splits, rounded up; exact below 2^21 tiles, and faster than a division of integers
+    const int most = (int)__fdividef((float)(end - begin + at.splits - 1) + .5f, (float)at.splits);
+    const int first = begin + at.split * most + warp, left = min(begin + (at.split + 1) * most, end) - first;
+    return {first, left > 0 ? (left - 1) / TILE_WARPS + 1 : 0};
+  }
+
   __device__ __forceinline__ void attend_tiles(const Block& at, unsigned char* shared, int warp, int lane) const {
     const int g = lane >> 2, c = lane & 3;
     unsigned char* ring = shared + S::RING + warp * S::STAGES * S::WORDS * 4;
     const u32 barriers = shared_address(shared) + warp * S::STAGES * 8, slots = shared_address(ring);
 
+    const bool copies = is_leader();
+    if (copies) {
+#pragma unroll
+      for (int s = 0; s < S::STAGES; ++s) barrier_init(barriers + 8 * s);
+      barriers_visible();
+    }
     // asked for before any tile: otherwise it would wait behind megabytes of them
     const Span span = span_of(spans, at.row);
     const Query query = read(at, warp, lane);
     MeanBias<NT, S::TABLE_IN_REGISTERS> bias;
     if (ROTARY) bias.load(constants, lane);
-    if (lane == 0) {
-      for (int s = 0; s < S::STAGES; ++s) barrier_init(barriers + 8 * s);
-      barriers_visible();
-    }
-    const int begin = span.packed_from / TILE, end = (span.packed_to + TILE - 1) / TILE;
-    const int first = begin + (int)((u32)(end - begin) * (u32)at.split / (u32)at.splits) + warp;
-    const int stop = begin + (int)((u32)(end - begin) * (u32)(at.split + 1) / (u32)at.splits);
-    const int count = first < stop ? (stop - 1 - first) / TILE_WARPS + 1 : 0;
     const u64 once = read_once();
-    if (lane == 0)
+    const Share share = share_of(span, at, warp);
+    const int first = share.first, count = share.count;
+    const u32* ahead = tiles.at_page(at.kv, first);
+    const long long stride = TILE_WARPS * tiles.page;
+    if (copies)
 #pragma unroll
       for (int s = 0; s < S::STAGES; ++s)
         if (s < count)
-          copy_to_shared(slots + s * S::WORDS * 4, tiles.at_page(at.kv, first + s * TILE_WARPS), S::WORDS * 4,
-                         barriers + 8 * s, once);
+          copy_to_shared(slots + s * S::WORDS * 4, ahead + s * stride, S::WORDS * 4, barriers + 8 * s, once);
+    ahead += S::STAGES * stride;
     more_registers<TILE_REGISTERS>();  // waits for the other warps to give them: the copies are on their way by then
     // Constants go through shared memory, to each lane its own copy: where the compiler knows that a number is the same
     // for all, it spends an instruction on every use of it.
@@ -383,9 +400,9 @@ struct Fragments {
         }
       }
       __syncwarp();
-      if (lane == 0 && it + S::STAGES < count)
-        copy_to_shared(slots + stage * S::WORDS * 4, tiles.at_page(at.kv, t + S::STAGES * TILE_WARPS), S::WORDS * 4,
-                       barriers + 8 * stage, once);
+      if (copies && it + S::STAGES < count)
+        copy_to_shared(slots + stage * S::WORDS * 4, ahead, S::WORDS * 4, barriers + 8 * stage, once);
+      ahead += stride;
       if (++stage == S::STAGES) stage = 0, turn ^= 1;
     }
 

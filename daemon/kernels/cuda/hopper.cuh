@@ -28,6 +28,13 @@ __device__ __forceinline__ void mma_unsigned(int* c, u32 a0, u32 a1, u32 a2, u32
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// True for one lane of the warp, always the same one; the compiler knows that it is one.
+__device__ __forceinline__ bool is_leader() {
+  u32 leads;
+  asm volatile("{ .reg .pred p; elect.sync _|p,0xffffffff; selp.u32 %0,1,0,p; }" : "=r"(leads));
+  return leads;
+}
+
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ void barrier_init(u32 barrier) {
