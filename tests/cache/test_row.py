@@ -355,3 +355,36 @@ def test_an_exact_prompt_and_a_token_budget_exclude_each_other() -> None:
             exact_prompt=256,
             token_budget=256,
         )
+
+
+def test_the_layers_of_a_model_grow_at_different_steps() -> None:
+    """Growing copies what is packed: all at once it would be one slow step."""
+    keys, values = tokens(2048)
+    grown: list[int] = []
+    for place in range(16):
+        row = Row(parse_scheme("turbo4v4"), sink_tokens=4, tail_tokens=32, place=place)
+        row.append(keys, values)
+        sizes = set()
+        for start in range(0, 2048, 32):
+            row.append(keys[:, start : start + 32], values[:, start : start + 32])
+            assert row.tiles is not None
+            if row.tiles.shape[1] not in sizes:
+                grown.append(start // 32)
+            sizes.add(row.tiles.shape[1])
+    later = [fold for fold in grown if fold > 1]
+
+    assert max(later.count(fold) for fold in later) <= 6
+
+
+def test_a_fold_writes_into_the_buffer_that_nobody_else_holds() -> None:
+    keys, values = tokens(300)
+    row = Row(parse_scheme("turbo4v4"), sink_tokens=4, tail_tokens=32)
+    places = []
+    for start in range(0, 300, 30):
+        row.append(keys[:, start : start + 30], values[:, start : start + 30])
+        mx.eval(row.arrays)
+        if row.tiles is not None and row.tiles.shape[1] > 8:
+            places.append(np.array(row.tiles, copy=False).__array_interface__["data"][0])
+
+    assert len(places) > 3
+    assert len(set(places)) == 1
