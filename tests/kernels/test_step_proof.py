@@ -58,6 +58,7 @@ def last_row(x: mx.array) -> mx.array:
         (lambda out, plain: (out, mx.roll(plain, 1, axis=3)), "lose tokens"),
         (lambda out, plain: (out[:, :2], plain), "return mlx.core.float16"),
     ],
+    ids=["do not compile", "a row off", "a row nan", "no tokens", "another slot", "a shape"],
 )  # fmt: skip
 def test_steps_that_are_wrong_in_one_row_never_run(
     spoil: Callable[[mx.array, mx.array], tuple[mx.array, mx.array]], reason: str
