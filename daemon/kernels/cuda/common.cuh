@@ -27,6 +27,9 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return r;
 }
 
+// The same for all lanes of a warp, and the compiler knows it: branches on it are no divergence.
+__device__ __forceinline__ int warp_index() { return __shfl_sync(ALL, threadIdx.x / WARP, 0); }
+
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int o = 16; o; o >>= 1) x += __shfl_xor_sync(ALL, x, o);

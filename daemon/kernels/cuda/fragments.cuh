@@ -8,21 +8,22 @@
 //   scores   16 tokens × (4 heads × 2 bytes), over dimensions
 //   outputs  16 dimensions × (4 heads × 2 bytes), over 32 tokens; weights are in units of the warp's reference maximum,
 //            and sums become float32 only when a score or a scale exceeds its reference
-// The other 4 attend to the tokens in full precision meanwhile; they give registers to the 8. The block merges its warps,
-// and the last block of a head to finish merges the splits, rotates back and writes.
+// The other 4 attend to the tokens in full precision meanwhile, a head each; they give registers to the 8 and are gone
+// when those have finished. Then one warp a head merges what the block has, and the last one of its head to do so merges
+// the splits, rotates back and writes: after the one barrier of the block, nobody waits for anybody.
 #pragma once
 
 namespace tqd {
 
-constexpr int TILE_WARPS = 8, PLAIN_WARPS = 4, PARTS = TILE_WARPS + PLAIN_WARPS, THREADS = PARTS * WARP;
-// Registers of a thread: what the launch gives to all, and what warps of tiles and of plain tokens have in their loops.
-constexpr int EVEN_REGISTERS = 168, TILE_REGISTERS = 208, PLAIN_REGISTERS = 88;
+constexpr int TILE_WARPS = 8, PLAIN_WARPS = 4, THREADS = (TILE_WARPS + PLAIN_WARPS) * WARP;
+constexpr int PARTS = TILE_WARPS + 1;  // of a head in a block: a warp's tiles each, and the plain tokens
+constexpr int TILE_REGISTERS = 216, PLAIN_REGISTERS = 72;  // of a thread; the launch gives 168 to all
 constexpr float QUERY_MAX = 32512.f, WEIGHT_MAX = 65535.f;
 constexpr float HEADROOM = 3.f;      // bits by which a new reference exceeds the score that asked for it
 constexpr int FLUSH_TILES = 1024;    // before a sum of 127·255·32 a tile exceeds 31 bits
 constexpr float MASKED = -1e38f;     // below LOWEST: its weight is zero whatever the reference
-constexpr int EARLY = 16;            // splits whose sums the merging block asks for at once
-constexpr int TOGETHER = 2;          // tokens in full precision that a warp asks for at once
+constexpr int AT_ONCE = 16;          // splits whose sums the merging warp asks for at once
+constexpr int TOGETHER = 4;          // tokens in full precision that a warp asks for at once
 
 template <int D, int G, int KB, int VB, bool ROTARY>
 struct Shape {
@@ -36,12 +37,10 @@ struct Shape {
   static constexpr int QUERY = aligned(TILE_WARPS * STAGES * 8);  // after the barriers
   static constexpr int FACTORS = QUERY + GP * 2 * D;              // (factor, ½ correction) a head
   static constexpr int EXTREMES = FACTORS + GP * 8;               // (maximum, Σ) a part and head
-  static constexpr int LAST = EXTREMES + PARTS * GP * 8;          // whether this block is its head's last
-  static constexpr int CONSTANTS = aligned(LAST + 4);
+  static constexpr int CONSTANTS = aligned(EXTREMES + PARTS * GP * 8);
   static constexpr int MEANS = CONSTANTS + 4 * WARP * 16;  // (worth, constant) a head
-  static constexpr int FINAL = aligned(MEANS + GP * 8);
-  static constexpr int PLAIN = aligned(FINAL + GP * D * 4);  // outputs of the warps without tiles
-  static constexpr int COEFFICIENTS = aligned(PLAIN + PLAIN_WARPS * GP * ROW * 4);
+  static constexpr int PLAIN = aligned(MEANS + GP * 8);    // outputs of the plain tokens
+  static constexpr int COEFFICIENTS = aligned(PLAIN + GP * ROW * 4);
   static constexpr int COLUMNS = aligned(COEFFICIENTS + (ROTARY ? GP * MEAN_PAIRS * 8 : 0));
   static constexpr int TABLE = aligned(COLUMNS + (ROTARY ? TILE_WARPS * 2 * NT * 8 * COLUMN * 4 : 0));
   static constexpr int RING = aligned(TABLE + (ROTARY && !TABLE_IN_REGISTERS ? MEAN_TABLE_WORDS * 4 : 0));
@@ -49,9 +48,14 @@ struct Shape {
   static_assert(STAGES * WORDS >= GP * ROW, "a warp's outputs take the place of its ring");
 };
 
+// Numbers that lie together, read and written at once.
+template <int COUNT, class T = float>
+struct alignas(COUNT * sizeof(T)) Numbers {
+  T at[COUNT];
+};
+
 // Where a block's numbers go, and what they are of.
 struct Block {
-  Span span;
   int row, kv, n_kv, split, splits;
 };
 
@@ -63,6 +67,7 @@ struct Fragments {
   Vectors<T> queries;  // ([B,] heads, 1, D)
   Tiles tiles;
   Plain<T, D> plain;
+  const int* spans;      // of each row
   const float* k_signs;  // (KV heads, D): the rotation's sign times the key scale
   const float* v_signs;  // (D,)
   const float* mean;     // (KV heads, D), times the rotary embedding's own factor; null: nothing was subtracted
@@ -72,25 +77,20 @@ struct Fragments {
   float scale, k_step, v_step;
   float* sums;       // (B·heads, splits, D)
   float2* extremes;  // (B·heads, splits)
-  u32* counters;     // (B·KV heads,), zero between calls
+  u32* counters;     // (B·heads,), zero between calls
   T* out;            // (B, heads, D)
 
   __device__ __forceinline__ void run(const Block at, unsigned char* shared) const {
-    if (threadIdx.x / WARP < TILE_WARPS) {
-      more_registers<TILE_REGISTERS>();
-      attend_tiles(at, shared);
-      fewer_registers<EVEN_REGISTERS>();
+    const int warp = warp_index(), lane = threadIdx.x % WARP;
+    if (warp < TILE_WARPS) {
+      attend_tiles(at, shared, warp, lane);
+      asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory");
+      if (warp < G) conclude(at, shared, warp, lane);
     } else {
       fewer_registers<PLAIN_REGISTERS>();
-      attend_plain(at, shared);
-      more_registers<EVEN_REGISTERS>();
+      for (int h = warp - TILE_WARPS; h < G; h += PLAIN_WARPS) attend_plain(at, shared, h, lane);
+      asm volatile("bar.arrive 2, %0;" ::"n"(THREADS) : "memory");
     }
-    __syncthreads();
-    const bool done = merge_parts(at, shared);
-    if (!done && !last_of_its_head(at, shared)) return;
-    if (!done) merge_splits(at, shared);
-    __syncthreads();
-    finish(at, shared);
   }
 
  private:
@@ -102,7 +102,7 @@ struct Fragments {
   }
   static __device__ __forceinline__ float* outputs(unsigned char* shared, int index) {
     return reinterpret_cast<float*>(index < TILE_WARPS ? shared + S::RING + index * S::STAGES * S::WORDS * 4
-                                                       : shared + S::PLAIN + (index - TILE_WARPS) * GP * S::ROW * 4);
+                                                       : shared + S::PLAIN);
   }
 
   // What a warp needs of its query head, read before any tile so that it does not wait behind them.
@@ -150,12 +150,12 @@ struct Fragments {
         b[i] = query.b[i] * query.mu_a[i] - query.a[i] * query.mu_b[i];
         most = fmaxf(most, a[i] * a[i] + b[i] * b[i]);
       }
-      most = sqrtf(warp_max(most));
-      const float inverse = most > 0.f ? COEFFICIENT_MAX / most : 0.f;
+      most = warp_max(most);
+      const float inverse_root = most > 0.f ? rsqrtf(most) : 0.f, inverse = COEFFICIENT_MAX * inverse_root;
       float2* to = reinterpret_cast<float2*>(shared + S::COEFFICIENTS) + h * MEAN_PAIRS;
 #pragma unroll
       for (int i = 0; i < 2; ++i) to[lane + WARP * i] = make_float2(a[i] * inverse, b[i] * inverse);
-      worth = 256.f * most / (COEFFICIENT_MAX * COEFFICIENT_MAX) * scale * LOG2E;
+      worth = 256.f / (COEFFICIENT_MAX * COEFFICIENT_MAX) * most * inverse_root * scale * LOG2E;
     }
     constant = warp_sum(constant) * scale * LOG2E;
 
@@ -164,7 +164,7 @@ struct Fragments {
 #pragma unroll
     for (int i = 0; i < R; ++i) most = fmaxf(most, fabsf(x[i]));
     most = warp_max(most);
-    const float inverse = most > 0.f ? QUERY_MAX / most : 0.f;
+    const float inverse = most > 0.f ? __fdividef(QUERY_MAX, most) : 0.f;
     signed char* bytes = reinterpret_cast<signed char*>(shared + S::QUERY);
 #pragma unroll
     for (int i = 0; i < R; ++i) {
@@ -176,37 +176,38 @@ struct Fragments {
     sum = warp_sum(sum);
     if (lane == 0) {
       // integers would lose a NaN, and after the transform every number of its head is one
-      const float factor = x[0] == x[0] ? most / QUERY_MAX * scale * LOG2E * k_step : x[0];
+      const float factor = x[0] == x[0] ? most * (1.f / QUERY_MAX) * scale * LOG2E * k_step : x[0];
       reinterpret_cast<float2*>(shared + S::FACTORS)[h] = make_float2(factor, KB == 8 ? 0.f : .5f * sum * factor);
       reinterpret_cast<float2*>(shared + S::MEANS)[h] = make_float2(worth, constant);
     }
   }
 
-  __device__ __forceinline__ void attend_tiles(const Block& at, unsigned char* shared) const {
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane >> 2, c = lane & 3;
-    const int begin = at.span.packed_from / TILE, end = (at.span.packed_to + TILE - 1) / TILE;
-    const int first = begin + (int)((u32)(end - begin) * (u32)at.split / (u32)at.splits) + warp;
-    const int stop = begin + (int)((u32)(end - begin) * (u32)(at.split + 1) / (u32)at.splits);
-    const int count = first < stop ? (stop - 1 - first) / TILE_WARPS + 1 : 0;
+  __device__ __forceinline__ void attend_tiles(const Block& at, unsigned char* shared, int warp, int lane) const {
+    const int g = lane >> 2, c = lane & 3;
     unsigned char* ring = shared + S::RING + warp * S::STAGES * S::WORDS * 4;
     const u32 barriers = shared_address(shared) + warp * S::STAGES * 8, slots = shared_address(ring);
 
-    // read before copying: otherwise a query waits behind megabytes of tiles
+    // asked for before any tile: otherwise it would wait behind megabytes of them
+    const Span span = span_of(spans, at.row);
     const Query query = read(at, warp, lane);
     MeanBias<NT, S::TABLE_IN_REGISTERS> bias;
     if (ROTARY) bias.load(constants, lane);
-    int pages[S::STAGES + 1];  // of the next tiles, found before they are needed; the last one a round ahead
-#pragma unroll
-    for (int s = 0; s <= S::STAGES; ++s) pages[s] = page_ahead(at, first, s, stop);
-    int ahead = pages[S::STAGES];
     if (lane == 0) {
       for (int s = 0; s < S::STAGES; ++s) barrier_init(barriers + 8 * s);
       barriers_visible();
+    }
+    const int begin = span.packed_from / TILE, end = (span.packed_to + TILE - 1) / TILE;
+    const int first = begin + (int)((u32)(end - begin) * (u32)at.split / (u32)at.splits) + warp;
+    const int stop = begin + (int)((u32)(end - begin) * (u32)(at.split + 1) / (u32)at.splits);
+    const int count = first < stop ? (stop - 1 - first) / TILE_WARPS + 1 : 0;
+    const u64 once = read_once();
+    if (lane == 0)
 #pragma unroll
       for (int s = 0; s < S::STAGES; ++s)
         if (s < count)
-          copy_to_shared(slots + s * S::WORDS * 4, tiles.at_page(at.kv, pages[s]), S::WORDS * 4, barriers + 8 * s);
-    }
+          copy_to_shared(slots + s * S::WORDS * 4, tiles.at_page(at.kv, first + s * TILE_WARPS), S::WORDS * 4,
+                         barriers + 8 * s, once);
+    more_registers<TILE_REGISTERS>();  // waits for the other warps to give them: the copies are on their way by then
     // Constants go through shared memory, to each lane its own copy: where the compiler knows that a number is the same
     // for all, it spends an instruction on every use of it.
     uint4* kept = reinterpret_cast<uint4*>(shared + S::CONSTANTS) + lane;
@@ -219,7 +220,7 @@ struct Fragments {
     uint4* table = reinterpret_cast<uint4*>(shared + S::TABLE);
     if (ROTARY && !S::TABLE_IN_REGISTERS)
       for (int i = threadIdx.x; i < MEAN_TABLE_WORDS / 4; i += TILE_WARPS * WARP) table[i] = __ldg(constants.table() + i);
-    if (ROTARY) bias.start(first * TILE + at.span.dropped);
+    if (ROTARY) bias.start(first * TILE + span.dropped);
     if (warp < GP) prepare(query, shared, warp, lane);
     asm volatile("bar.sync 1, %0;" ::"n"(TILE_WARPS * WARP) : "memory");  // the other warps have no part in it
 
@@ -308,12 +309,12 @@ struct Fragments {
           s[n][i] = fmaf(s[n][i], k_scale[i], constant[n]);
           if (ROTARY) s[n][i] = fmaf(added[n][i], bias.factor[n], s[n][i]);
         }
-      if (t * TILE < at.span.packed_from || t * TILE + TILE > at.span.packed_to) {
+      if (t * TILE < span.packed_from || t * TILE + TILE > span.packed_to) {
         __syncwarp();  // keeps this a branch, instead of predicated instructions on every tile
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int p = t * TILE + i * 8 + g;
-          if (p < at.span.packed_from || p >= at.span.packed_to) {
+          if (p < span.packed_from || p >= span.packed_to) {
             v_scale[i] = 0.f;
 #pragma unroll
             for (int n = 0; n < NT; ++n) s[n][i] = MASKED;
@@ -330,9 +331,9 @@ struct Fragments {
       }
       if (__any_sync(ALL, exceeds)) {
         v_most = warp_max(v_most);
-        const float unit = v_top / WEIGHT_MAX;
+        const float unit = v_top * (1.f / WEIGHT_MAX);
         if (v_most > v_top) v_top = v_most * 1.25f;
-        per_weight = WEIGHT_MAX / v_top;
+        per_weight = __fdividef(WEIGHT_MAX, v_top);
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
           float x = most[n];
@@ -383,13 +384,13 @@ struct Fragments {
       }
       __syncwarp();
       if (lane == 0 && it + S::STAGES < count)
-        copy_to_shared(slots + stage * S::WORDS * 4, tiles.at_page(at.kv, ahead), S::WORDS * 4, barriers + 8 * stage);
-      ahead = page_ahead(at, t, S::STAGES + 1, stop);
+        copy_to_shared(slots + stage * S::WORDS * 4, tiles.at_page(at.kv, t + S::STAGES * TILE_WARPS), S::WORDS * 4,
+                       barriers + 8 * stage, once);
       if (++stage == S::STAGES) stage = 0, turn ^= 1;
     }
 
     float* to = outputs(shared, warp);
-    const float unit = v_top / WEIGHT_MAX, half = VB == 8 ? 0.f : .5f;
+    const float unit = v_top * (1.f / WEIGHT_MAX), half = VB == 8 ? 0.f : .5f;
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
       float sum = total[n], missing = weights[n];
@@ -409,11 +410,6 @@ struct Fragments {
     }
   }
 
-  // The page of the tile `rounds` of this warp after t, or of the last one.
-  __device__ __forceinline__ int page_ahead(const Block& at, int t, int rounds, int stop) const {
-    return tiles.page_of(at.row, max(0, min(t + rounds * TILE_WARPS, stop - 1)));
-  }
-
   static __device__ __forceinline__ void read_scales(const u32* words, int g, float (&scale)[4]) {
     const uint2 w = reinterpret_cast<const uint2*>(words)[g];
     const float2 a = __half22float2(*reinterpret_cast<const __half2*>(&w.x));
@@ -421,185 +417,151 @@ struct Fragments {
     scale[0] = a.x, scale[1] = a.y, scale[2] = b.x, scale[3] = b.y;
   }
 
-  // Sinks and tail: this warp's share, TOGETHER tokens at a time. Its outputs are rotated once, at the end.
-  __device__ __forceinline__ void attend_plain(const Block& at, unsigned char* shared) const {
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP - TILE_WARPS;
-    float q[G][R], out_of[G][R], top[G], total[G];
+  // One head's share of sinks and tail, TOGETHER tokens at a time; their outputs are rotated once, into the stored basis.
+  __device__ __forceinline__ void attend_plain(const Block& at, unsigned char* shared, int h, int lane) const {
+    const Span span = span_of(spans, at.row);
+    float q[R], sum[R], top = LOWEST, total = 0.f;
 #pragma unroll
-    for (int h = 0; h < G; ++h) {
-      top[h] = LOWEST, total[h] = 0.f;
-#pragma unroll
-      for (int i = 0; i < R; ++i) {
-        q[h][i] = to_float(queries.at(at.row, at.kv * G + h, 0)[(lane + WARP * i) * queries.dim]) * scale * LOG2E;
-        out_of[h][i] = 0.f;
-      }
+    for (int i = 0; i < R; ++i) {
+      q[i] = to_float(queries.at(at.row, at.kv * G + h, 0)[(lane + WARP * i) * queries.dim]) * scale * LOG2E;
+      sum[i] = 0.f;
     }
-    const int in_head = at.span.packed_from, count = in_head + at.span.length - at.span.packed_to;
-    const int apart = at.splits * PLAIN_WARPS;
-    for (int first = at.split + warp * at.splits; first < count; first += TOGETHER * apart) {
-      float k[TOGETHER][R], v[TOGETHER][R];
+    const int count = span.packed_from + span.length - span.packed_to;
+    for (int first = at.split; first < count; first += TOGETHER * at.splits) {
+      float k[TOGETHER][R], v[TOGETHER][R], s[TOGETHER], above = top;
 #pragma unroll
       for (int u = 0; u < TOGETHER; ++u) {
-        const int i = first + u * apart;
-        const PlainVector<T> key = plain.at(at.span, at.row, at.kv, i, count, 0);
-        const PlainVector<T> value = plain.at(at.span, at.row, at.kv, i, count, 1);
+        const int i = first + u * at.splits;
+        const PlainVector<T> key = plain.at(span, at.row, at.kv, i, count, 0);
+        const PlainVector<T> value = plain.at(span, at.row, at.kv, i, count, 1);
 #pragma unroll
         for (int r = 0; r < R; ++r) {
           const int d = lane + WARP * r;
           k[u][r] = i < count ? to_float(key.from[d * key.dim]) : 0.f;
           v[u][r] = i < count ? to_float(value.from[d * value.dim]) : 0.f;
-          if (i < count) put(key.to + d, k[u][r]), put(value.to + d, v[u][r]);
+          if (i < count && h == 0) put(key.to + d, k[u][r]), put(value.to + d, v[u][r]);
         }
       }
 #pragma unroll
-      for (int h = 0; h < G; ++h) {
-        float s[TOGETHER], above = top[h];
+      for (int u = 0; u < TOGETHER; ++u) {
+        float x = 0.f;
 #pragma unroll
-        for (int u = 0; u < TOGETHER; ++u) {
-          float x = 0.f;
+        for (int r = 0; r < R; ++r) x += q[r] * k[u][r];
+        x = warp_sum(x);
+        s[u] = first + u * at.splits < count ? x : MASKED;
+        above = fmaxf(above, s[u]);
+      }
+      const float fade = exp2_fast(top - above);
+      top = above, total *= fade;
 #pragma unroll
-          for (int r = 0; r < R; ++r) x += q[h][r] * k[u][r];
-          x = warp_sum(x);
-          s[u] = first + u * apart < count ? x : MASKED;
-          above = fmaxf(above, s[u]);
-        }
-        const float fade = exp2_fast(top[h] - above);
-        top[h] = above, total[h] *= fade;
+      for (int r = 0; r < R; ++r) sum[r] *= fade;
 #pragma unroll
-        for (int r = 0; r < R; ++r) out_of[h][r] *= fade;
+      for (int u = 0; u < TOGETHER; ++u) {
+        const float p = exp2_fast(s[u] - above);
+        total += p;
 #pragma unroll
-        for (int u = 0; u < TOGETHER; ++u) {
-          const float p = exp2_fast(s[u] - above);
-          total[h] += p;
-#pragma unroll
-          for (int r = 0; r < R; ++r) out_of[h][r] += p * v[u][r];
-        }
+        for (int r = 0; r < R; ++r) sum[r] += p * v[u][r];
       }
     }
+    if (lane == 0) part(shared, TILE_WARPS)[h] = make_float2(top, total);
+    if (at.split >= count) return;
 #pragma unroll
-    for (int h = 0; h < G; ++h) {
-      float x[R];
+    for (int i = 0; i < R; ++i) sum[i] *= __ldg(v_signs + lane + WARP * i) * rsqrtf((float)D);
+    hadamard<R>(sum, lane);
 #pragma unroll
-      for (int i = 0; i < R; ++i) x[i] = out_of[h][i] * __ldg(v_signs + lane + WARP * i) * rsqrtf((float)D);
-      hadamard<R>(x, lane);
+    for (int i = 0; i < R; ++i) outputs(shared, TILE_WARPS)[h * S::ROW + lane + WARP * i] = sum[i];
+  }
+
+  // A head's outputs so far, numbers R·lane to R·lane + R − 1 of them, in units of 2^-top.
+  struct Merged {
+    float top = LOWEST, total = 0.f;
+    Numbers<R> x = {};
+
+    // Makes room for what has its maximum at `other`; returns the factor for it.
+    __device__ __forceinline__ float raise(float other) {
+      const float above = fmaxf(top, other), fade = exp2_fast(top - above);
+      top = above, total *= fade;
 #pragma unroll
-      for (int i = 0; i < R; ++i) outputs(shared, TILE_WARPS + warp)[h * S::ROW + lane + WARP * i] = x[i];
-      if (lane == 0) part(shared, TILE_WARPS + warp)[h] = make_float2(top[h], total[h]);
+      for (int i = 0; i < R; ++i) x.at[i] *= fade;
+      return exp2_fast(other - above);
     }
-  }
-
-  // The learned sink of a head as a logit in log2; LOWEST where there is none.
-  __device__ __forceinline__ float sink(const Block& at, int h) const {
-    return logits ? to_float(logits[at.kv * G + h]) * LOG2E : LOWEST;
-  }
-
-  static __device__ __forceinline__ void add(float4& to, float factor, float4 x) {
-    to.x += factor * x.x, to.y += factor * x.y, to.z += factor * x.z, to.w += factor * x.w;
-  }
-
-  // Merges the warps' outputs: into the final place where there is one split, else into this split's. Returns whether
-  // that was all.
-  __device__ __forceinline__ bool merge_parts(const Block& at, unsigned char* shared) const {
-    const bool alone = at.splits == 1;
-    for (int i = threadIdx.x; i < G * D / 4; i += THREADS) {
-      const int h = i / (D / 4), d = i % (D / 4) * 4;
-      float above = alone ? sink(at, h) : LOWEST, total = 0.f;
+    __device__ __forceinline__ void add(float factor, const Numbers<R>& other) {
 #pragma unroll
-      for (int w = 0; w < PARTS; ++w) above = fmaxf(above, part(shared, w)[h].x);
-      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-      for (int w = 0; w < PARTS; ++w) {
-        const float2 x = part(shared, w)[h];
-        const float f = exp2_fast(x.x - above);
-        add(sum, f, *reinterpret_cast<const float4*>(outputs(shared, w) + h * S::ROW + d));
-        total += f * x.y;
-      }
-      if (alone) {
-        if (logits) total += exp2_fast(sink(at, h) - above);
-        const float f = 1.f / total;
-        *reinterpret_cast<float4*>(shared + S::FINAL + (h * D + d) * 4) =
-            make_float4(f * sum.x, f * sum.y, f * sum.z, f * sum.w);
-      } else {
-        const long long to = head_of(at, h) * at.splits + at.split;
-        *reinterpret_cast<float4*>(sums + to * D + d) = sum;
-        if (d == 0) extremes[to] = make_float2(above, total);
-      }
+      for (int i = 0; i < R; ++i) x.at[i] += factor * other.at[i];
     }
-    return alone;
+  };
+
+  // All of a head: its parts in this block and, if this warp is the last one of its head, the other splits.
+  __device__ __forceinline__ void conclude(const Block& at, unsigned char* shared, int h, int lane) const {
+    const Numbers<R> signs = reinterpret_cast<const Numbers<R>*>(v_signs)[lane];  // needed last
+    Merged all = merge_parts(shared, h, lane);
+    if (at.splits > 1) {
+      const long long to = head_of(at, h) * at.splits + at.split;
+      reinterpret_cast<Numbers<R>*>(sums + to * D)[lane] = all.x;
+      if (lane == 0) extremes[to] = make_float2(all.top, all.total);
+      if (!is_last(counters + head_of(at, h), at.splits, lane)) return;
+      all = merge_splits(head_of(at, h) * at.splits, at.splits, lane);
+    }
+    finish(all, signs, at, h, lane);
   }
 
-  __device__ __forceinline__ bool last_of_its_head(const Block& at, unsigned char* shared) const {
-    int* last = reinterpret_cast<int*>(shared + S::LAST);
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      u32* counter = counters + at.row * at.n_kv + at.kv;
-      *last = count_up(counter) == (u32)at.splits - 1;
-      if (*last) *counter = 0;
+  static __device__ __forceinline__ Merged merge_parts(unsigned char* shared, int h, int lane) {
+    float2 of[PARTS];
+    float above = LOWEST;
+#pragma unroll
+    for (int w = 0; w < PARTS; ++w) of[w] = part(shared, w)[h], above = fmaxf(above, of[w].x);
+    Merged all;
+    all.top = above;
+#pragma unroll
+    for (int w = 0; w < PARTS; ++w) {
+      if (w == TILE_WARPS && of[w].y == 0.f) break;  // no plain token: nobody has written outputs of any
+      const float factor = exp2_fast(of[w].x - above);
+      all.total += factor * of[w].y;
+      all.add(factor, reinterpret_cast<const Numbers<R>*>(outputs(shared, w) + h * S::ROW)[lane]);
     }
-    __syncthreads();
-    return *last;
+    return all;
   }
 
-  __device__ __forceinline__ void merge_splits(const Block& at, unsigned char* shared) const {
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    float* fades = reinterpret_cast<float*>(shared + S::RING);  // (G, splits)
-    // asked for before the maxima are known: one trip to memory instead of two
-    const int h0 = threadIdx.x / (D / 4), d0 = threadIdx.x % (D / 4) * 4;
-    float4 early[EARLY];
-#pragma unroll
-    for (int s = 0; s < EARLY; ++s)
-      early[s] = threadIdx.x < G * D / 4 && s < at.splits ? split_sums(at, h0, s, d0) : make_float4(0.f, 0.f, 0.f, 0.f);
-    for (int h = warp; h < G; h += PARTS) {
-      const float2* of_head = extremes + head_of(at, h) * at.splits;
-      float above = sink(at, h), total = 0.f;
-      for (int s = lane; s < at.splits; s += WARP) above = fmaxf(above, __ldcg(of_head + s).x);
-      above = warp_max(above);
-      for (int s = lane; s < at.splits; s += WARP) {
-        const float2 x = __ldcg(of_head + s);
-        const float f = exp2_fast(x.x - above);
-        total += f * x.y;
-        fades[h * at.splits + s] = f;
-      }
-      total = warp_sum(total);
-      if (logits) total += exp2_fast(sink(at, h) - above);
-      for (int s = lane; s < at.splits; s += WARP) fades[h * at.splits + s] /= total;
+  // Counts this warp, whose numbers are written, and returns whether the others of its head have written theirs too.
+  static __device__ __forceinline__ bool is_last(u32* counter, int splits, int lane) {
+    bool last = false;
+    __syncwarp();
+    if (lane == 0) {
+      last = count_up(counter) == (u32)splits - 1;
+      if (last) *counter = 0;
     }
-    __syncthreads();
-    for (int i = threadIdx.x; i < G * D / 4; i += THREADS) {
-      const int h = i / (D / 4), d = i % (D / 4) * 4;
-      float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-      int s = 0;
-      if (i == threadIdx.x) {
-#pragma unroll
-        for (int u = 0; u < EARLY; ++u)
-          if (u < at.splits) add(x, fades[h * at.splits + u], early[u]);
-        s = EARLY;
-      }
-#pragma unroll 8
-      for (; s < at.splits; ++s) add(x, fades[h * at.splits + s], split_sums(at, h, s, d));
-      *reinterpret_cast<float4*>(shared + S::FINAL + (h * D + d) * 4) = x;
-    }
+    return __shfl_sync(ALL, last, 0);
   }
 
-  __device__ __forceinline__ float4 split_sums(const Block& at, int h, int split, int d) const {
-    return __ldcg(reinterpret_cast<const float4*>(sums + (head_of(at, h) * at.splits + split) * D + d));
+  __device__ __forceinline__ Merged merge_splits(long long from, int splits, int lane) const {
+    Merged all;
+    for (int first = 0; first < splits; first += AT_ONCE) {
+      // asked for before the maxima are known: one trip to memory instead of two
+      Numbers<R> x[AT_ONCE];
+#pragma unroll
+      for (int u = 0; u < AT_ONCE; ++u)
+        if (first + u < splits) x[u] = reinterpret_cast<const Numbers<R>*>(sums + (from + first + u) * D)[lane];
+      float2 of = make_float2(LOWEST, 0.f);  // of split first + lane
+      if (lane < min(AT_ONCE, splits - first)) of = extremes[from + first + lane];
+      const float most = warp_max(of.x);
+      const float factor = all.raise(most) * exp2_fast(of.x - most);
+      all.total += warp_sum(factor * of.y);
+#pragma unroll
+      for (int u = 0; u < AT_ONCE; ++u)
+        if (first + u < splits) all.add(__shfl_sync(ALL, factor, u), x[u]);
+    }
+    return all;
   }
 
-  // Out of the stored basis, and into the caller's dtype.
-  __device__ __forceinline__ void finish(const Block& at, unsigned char* shared) const {
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const float* final = reinterpret_cast<const float*>(shared + S::FINAL);
-    for (int h = warp; h < G; h += PARTS) {
-      float x[R];
+  // Takes the learned sink in; then out of the stored basis, and into the caller's dtype.
+  __device__ __forceinline__ void finish(Merged& all, const Numbers<R>& signs, const Block& at, int h, int lane) const {
+    if (logits) all.total += all.raise(to_float(logits[at.kv * G + h]) * LOG2E);
+    const float factor = rsqrtf((float)D) / all.total;
+    hadamard<R>(all.x.at, lane);
+    Numbers<R, T> y;
 #pragma unroll
-      for (int i = 0; i < R; ++i) x[i] = final[h * D + lane + WARP * i];
-      hadamard<R>(x, lane);
-#pragma unroll
-      for (int i = 0; i < R; ++i) {
-        const int d = lane + WARP * i;
-        put(out + head_of(at, h) * D + d, x[i] * __ldg(v_signs + d) * rsqrtf((float)D));
-      }
-    }
+    for (int i = 0; i < R; ++i) put(y.at + i, all.x.at[i] * signs.at[i] * factor);
+    reinterpret_cast<Numbers<R, T>*>(out + head_of(at, h) * D)[lane] = y;
   }
 };
 

@@ -47,12 +47,20 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 phase) {
   } while (!done);
 }
 
+// For copies of what nobody reads again before it has left the L2 cache: it leaves first.
+__device__ __forceinline__ u64 read_once() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0,1.0;" : "=l"(policy));
+  return policy;
+}
+
 // Starts copying `bytes` of global memory to shared memory; `barrier` flips when they are there.
-__device__ __forceinline__ void copy_to_shared(u32 to, const void* from, u32 bytes, u32 barrier) {
+__device__ __forceinline__ void copy_to_shared(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(barrier), "r"(bytes) : "memory");
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
 }
 
 // Registers of each thread from here on, for the whole group of four warps that says so.

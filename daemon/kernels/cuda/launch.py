@@ -24,7 +24,7 @@ from daemon.policy.schemes import FP16, INT8, Codec
 Words = tuple[tuple[int, ...], ...]
 
 _SPAN_WORDS = 16  # an array of 8 bytes or fewer would live in memory that a GPU reads over PCIe
-_COUNTERS = 1024  # for the KV heads of all rows of a call
+_COUNTERS = 1024  # for the heads of all rows of a call
 _COUNTER_SETS = 256  # calls that may be under way at once
 
 

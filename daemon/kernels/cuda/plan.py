@@ -116,12 +116,11 @@ class FastShape:
         stages = 2 if self.k_bits + self.v_bits > 12 else 3
         words = (self.k_bits + self.v_bits) * self.dim + TILE
         in_registers = tiles == 1 and self.k_bits != 5
-        parts = TILE_WARPS + PLAIN_WARPS
+        parts = TILE_WARPS + 1
         at = _aligned(TILE_WARPS * stages * 8)
-        at = _aligned(at + heads * 2 * self.dim + heads * 8 + parts * heads * 8 + 4)
+        at = _aligned(at + heads * 2 * self.dim + heads * 8 + parts * heads * 8)
         at = _aligned(at + 4 * 32 * 16 + heads * 8)
-        at = _aligned(at + heads * self.dim * 4)
-        at = _aligned(at + PLAIN_WARPS * heads * (self.dim + 8) * 4)
+        at = _aligned(at + heads * (self.dim + 8) * 4)
         at = _aligned(at + heads * 64 * 8 * self.rotary)
         at = _aligned(at + TILE_WARPS * 2 * tiles * 8 * 36 * 4 * self.rotary)
         at = _aligned(at + 4096 * (self.rotary and not in_registers))

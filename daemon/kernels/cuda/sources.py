@@ -46,12 +46,12 @@ const tqd::Fragments<DIM, GROUPED, K_BITS, V_BITS, ROTARY, T> kernel{{
     tqd::vectors(q, q_strides, q_ndim), tiles,
     {{plain, next, n_kv, (int)plain_shape[3], tqd::vectors(fresh_keys, fresh_keys_strides, fresh_keys_ndim),
       tqd::vectors(fresh_values, fresh_values_strides, fresh_values_ndim)}},
-    layer, v_signs, HAS_MEAN ? mean : nullptr, N_PAIRS, PAIR_STEP, PAIR_GAP,
+    spans, layer, v_signs, HAS_MEAN ? mean : nullptr, N_PAIRS, PAIR_STEP, PAIR_GAP,
     {{reinterpret_cast<const tqd::u32*>(mean + n_kv * DIM)}}, {logits},
     __int_as_float(SCALE), __int_as_float(K_STEP), __int_as_float(V_STEP),
     sums, reinterpret_cast<float2*>(sums + (long long)gridDim.z * n_kv * GROUPED * splits * DIM),
     const_cast<tqd::u32*>(counters), out}};
-kernel.run({{tqd::span_of(spans, blockIdx.z), (int)blockIdx.z, (int)blockIdx.y, n_kv, (int)blockIdx.x, splits}}, shared);
+kernel.run({{(int)blockIdx.z, (int)blockIdx.y, n_kv, (int)blockIdx.x, splits}}, shared);
 """
 _ROW_OF_TILES = (
     "  case {row}: tiles = tqd::tiles_of(tiles{row}, tiles{row}_strides, nullptr, 0); break;"
