@@ -64,12 +64,13 @@ class Joined:
     def _set(self, spans: tuple[Span, ...]) -> None:
         self._spans = spans
         self._fresh_spans = tuple(span._replace(fresh=1) for span in spans)
+        self._lengths = tuple(span.length for span in spans)
         self._gaps = any(span.left for span in spans)
 
     @property
     def lengths(self) -> tuple[tuple[int, ...], int]:
         """The tokens of each row some time ago, and how many each has got since: the same for many layers and steps."""
-        return tuple(span.length for span in self._spans), self._grown
+        return self._lengths, self._grown
 
     @property
     def longest(self) -> int:

@@ -33,7 +33,7 @@ from daemon.policy.matching import least_token_budget
 from daemon.policy.schemes import FP16, Scheme
 
 _LEAST_SLACK = 8  # tiles
-_PLACES = 32  # layers that grow at different times
+_PLACES = 4  # that a layer can have among those that grow at different times
 
 DECODE_TOKENS = 8  # up to this many tokens at once are decoded: one, or several with speculation
 
@@ -492,7 +492,7 @@ class Row:
     def _store(self, tiles: mx.array, at: int) -> None:
         end = at + tiles.shape[1]
         if self._tiles is None or end > self._tiles.shape[1]:
-            room = end + self._slack(end) if at else end
+            room = end + (self._slack(end) if at else self.place % _PLACES)
             spare = mx.zeros((tiles.shape[0], room - at, tiles.shape[2]), dtype=mx.uint32)
             self._tiles = (
                 spare
@@ -504,10 +504,10 @@ class Row:
     def _slack(self, tiles: int) -> int:
         """Return for how many more than *tiles* to make room: growing copies the history, so it must happen rarely.
 
-        An eighth to a quarter of them, by the row's place: the layers of a model do not all grow in one step.
+        About a quarter of them, by the layer's place, so that a part of a model's layers grow in one step: all at once
+        need twice the memory for a moment, and one by one make every fold another graph for CUDA to prepare.
         """
-        eighth = max(_LEAST_SLACK, tiles // 8)
-        return eighth + eighth * (self.place % _PLACES) // _PLACES
+        return max(_LEAST_SLACK, tiles // 4) * (_PLACES + self.place % _PLACES) // (_PLACES + 2)
 
 
 def _shapes(arrays: Mapping[str, mx.array]) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -156,7 +156,7 @@ def packed_chain(
         raws.append(raw)
     queries = start_queries(rows)
     splits = plan.fast_splits(N_KV, [tiles_each] * rows)
-    spans = launch.spans_of((span,) * rows)
+    spans = launch.words_of((span,) * rows)
 
     def chain(zero: mx.array) -> mx.array:
         x = queries + zero.astype(mx.float16)

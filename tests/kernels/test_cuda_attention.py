@@ -314,7 +314,7 @@ def test_a_step_of_ragged_rows_attends_and_takes_in_the_newest_token(rows: int) 
             (fresh[0], fresh[1]),
             plain,
             tiles,
-            launch.spans_of(spans),
+            launch.words_of(spans),
             layer,
             128**-0.5,
             splits,
@@ -373,7 +373,7 @@ def test_steps_prove_themselves_and_fold_as_the_reference_does(
     stepper = cuda.stepper(case, layout, keys, 0.1)
     assert stepper is not None
     plain = mx.array(rng.standard_normal((3, 2, 2, 68, dim)).astype(np.float32)).astype(mx.float16)
-    leaving = (Leaving(2, 4, 4, 28, 4), Leaving(0, 7, 0, 32, 90_016))
+    leaving = (Leaving(2, 4, 4, 28, 4), Leaving(0, 7, 0, 32, 4_016))
 
     folded = stepper.fold(plain, leaving)
 

@@ -58,16 +58,18 @@ def fast_text(
     shape = plan.FastShape(dim, grouped, k_bits, v_bits, rotary)
     vectors = dict.fromkeys(("q", "fresh_keys", "fresh_values", "plain", "logits"), kind)
     tiles = {f"tiles{row}": "unsigned int" for row in range(rows)}
+    constants = {
+        "DIM": dim, "GROUPED": grouped, "K_BITS": k_bits, "V_BITS": v_bits, "ROTARY": int(rotary),
+        "HAS_MEAN": 1, "N_PAIRS": dim // 2 * rotary, "PAIR_STEP": 1, "PAIR_GAP": dim // 2, "SCALE": 1,
+        "K_STEP": 1, "V_STEP": 1, "SHARED": shape.shared_bytes,
+    }  # fmt: skip
     return kernel_text(
         f"fast_{dim}_{grouped}_{k_bits}_{v_bits}_{rotary:d}",
-        sources.fast_text(rows, sinks=not rotary),
+        sources.fast_text(constants, kind, rows, sinks=not rotary),
         sources.fast_inputs(rows, sinks=not rotary),
         {"out": kind, "next": kind, "sums": "float"},
         vectors | tiles,
-        DIM=dim, GROUPED=grouped, K_BITS=k_bits, V_BITS=v_bits, ROTARY=int(rotary), HAS_MEAN=1,
-        N_PAIRS=dim // 2 * rotary, PAIR_STEP=1, PAIR_GAP=dim // 2, SCALE=1, K_STEP=1, V_STEP=1,
-        SHARED=shape.shared_bytes, T=kind,
-    )  # fmt: skip
+    )
 
 
 def scan_text(dims: tuple[int, int], bits: tuple[int, int], tile_order: int, masked: bool) -> str:
@@ -118,7 +120,7 @@ def fold_text(dim: int, k_bits: int, v_bits: int, kind: str, step: int) -> str:
 
 VARIANTS = {
     "fast": (
-        sources.fast_text(1, sinks=False)[0],
+        sources.fast_text({}, "float", 1, sinks=False)[0],
         [
             fast_text(128, 4, 4, 4, True, "__half", 1),
             fast_text(128, 5, 8, 3, False, "__nv_bfloat16", 8),

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from daemon.kernels import codebook, codec, order, rotation
 from daemon.kernels.cuda import rounding, sources
-from daemon.kernels.cuda.launch import spans_of
+from daemon.kernels.cuda.launch import words_of
 from daemon.kernels.packing import TILE, TileLayout
 from daemon.kernels.rotation import Side
 from daemon.policy.schemes import INT8, Codec
@@ -30,7 +30,7 @@ def tiles(k: mx.array, v: mx.array, layout: TileLayout, *, first: int) -> mx.arr
     (out,) = sources.encode_kernel()(
         inputs=[
             k, v, _signs(dim, "k"), _signs(dim, "v"), numbers(layout.k, dim),
-            numbers(layout.v, dim), spans_of(((first, 0, 0, 0),)),
+            numbers(layout.v, dim), words_of(((first, 0, 0, 0),)),
         ],
         template=[
             ("DIM", dim), ("K_BITS", int(layout.k.bits)), ("V_BITS", int(layout.v.bits)),

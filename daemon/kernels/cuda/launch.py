@@ -35,7 +35,7 @@ def attend(
     n_heads, length, _ = queries.shape
     n_kv, begin, end = stored.n_kv_heads, stored.packed_from, stored.packed_to
     raw = Raw.of(stored, queries.dtype)
-    spans = spans_of(((stored.length, begin, end, stored.dropped),))
+    spans = words_of(((stored.length, begin, end, stored.dropped),))
     tiles = stored.tiles
     assert tiles is not None
     fits = plan.is_fast(stored.layout, n_heads // n_kv, length, masked=mask is not None)
@@ -110,22 +110,30 @@ class Layer:
     def _variant(self, grouped: int, dtype: mx.Dtype, scale: float) -> Variant:
         k, v, dim = self.layout.k, self.layout.v, self.layout.dim_k
         shape = FastShape(dim, grouped, int(k.bits), int(v.bits), self.n_pairs > 0)
-        template = [
-            ("DIM", dim), ("GROUPED", grouped), ("K_BITS", shape.k_bits), ("V_BITS", shape.v_bits),
-            ("ROTARY", shape.rotary), ("HAS_MEAN", self.has_mean), ("N_PAIRS", self.n_pairs),
-            ("PAIR_STEP", self.step), ("PAIR_GAP", self.gap), ("SCALE", _bits(scale)),
-            ("K_STEP", _bits(_step(k, dim))), ("V_STEP", _bits(_step(v, dim))),
-            ("SHARED", shape.shared_bytes), ("T", dtype),
-        ]  # fmt: skip
-        return Variant(template, shape.shared_bytes)
+        constants = {
+            "DIM": dim, "GROUPED": grouped, "K_BITS": shape.k_bits, "V_BITS": shape.v_bits,
+            "ROTARY": int(shape.rotary), "HAS_MEAN": int(self.has_mean), "N_PAIRS": self.n_pairs,
+            "PAIR_STEP": self.step, "PAIR_GAP": self.gap, "SCALE": _bits(scale),
+            "K_STEP": _bits(_step(k, dim)), "V_STEP": _bits(_step(v, dim)),
+            "SHARED": shape.shared_bytes,
+        }  # fmt: skip
+        return Variant(constants, dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Template arguments and shared memory of one variant of the fast kernel."""
+    """One variant of the fast kernel; *kernels* by the rows that they have room for, and whether there are sinks."""
 
-    template: list[tuple[str, Any]]
-    shared_bytes: int
+    constants: dict[str, int]
+    dtype: mx.Dtype
+    kernels: dict[tuple[int, bool], Any] = field(default_factory=dict)
+
+    def kernel(self, room: int, *, sinks: bool) -> Any:
+        """Return the kernel with *room*; made when first asked for."""
+        key = (room, sinks)
+        if key not in self.kernels:
+            self.kernels[key] = sources.fast_kernel(self.constants, self.dtype, room, sinks=sinks)
+        return self.kernels[key]
 
 
 def fast(
@@ -148,7 +156,7 @@ def fast(
             that *plain* does not have them.
         plain: the rows' tokens in full precision, (B, 2, KV heads, slots, D) of the queries' dtype (plain.cuh).
         tiles: of each row, uint32 (KV heads, capacity, words), in fragments.
-        spans: as spans_of gives them.
+        spans: a `Span` of each row, as words_of gives them.
         layer: what layer_of gives.
         scale: factor of the scores.
         splits: parts into which the tiles of a head go.
@@ -163,7 +171,7 @@ def fast(
     variant = layer.variant(n_heads // layer.n_kv_heads, dtype, scale)
     room = plan.room_for(rows)
     assert room is not None, "more rows than there are inputs for"
-    kernel = sources.fast_kernel(variant.shared_bytes, room, sinks=sinks is not None)
+    kernel = variant.kernel(room, sinks=sinks is not None)
     keys, values = (queries, queries) if fresh is None else fresh
     inputs = [queries, keys, values, plain, spans, layer.constants, next(_counter_sets()), *tiles]
     inputs += [tiles[0]] * (room - rows)
@@ -172,7 +180,6 @@ def fast(
     partial = rows * n_heads * splits * (dim + 2) if splits > 1 else _SPAN_WORDS
     out, following, _ = kernel(
         inputs=inputs,
-        template=variant.template,
         grid=(splits * plan.THREADS, layer.n_kv_heads, rows),
         threadgroup=(plan.THREADS, 1, 1),
         output_shapes=[queries.shape, plain.shape, (partial,)],
@@ -243,16 +250,11 @@ def scan(
 
 
 @lru_cache(maxsize=256)
-def spans_of(rows: Words, grown: int = 0) -> mx.array:
-    """Return the words of `Span` (common.cuh) of each row for the kernels, int32 (B, 16), the lengths *grown* by some.
-
-    All layers of a step have the same ones, mostly: it is made once for all of them.
-    """
-    return words_of(rows, grown)
-
-
 def words_of(rows: Words, grown: int = 0) -> mx.array:
-    """Return *rows* of up to 16 numbers for the kernels, int32 (B, 16), in the GPU's memory; the first ones plus *grown*."""
+    """Return *rows* of up to 16 numbers for the kernels, int32 (B, 16), in the GPU's memory; the first ones plus *grown*.
+
+    They are the fields of `Span` (common.cuh) or `Leaving` (fold.cuh). All layers of a step have the same ones, mostly.
+    """
     words = np.zeros((len(rows), _SPAN_WORDS), dtype=np.int32)
     words[:, : len(rows[0])] = rows
     words[:, 0] += grown

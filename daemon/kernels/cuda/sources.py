@@ -7,7 +7,7 @@ nothing is compiled again because a sequence has grown.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,8 @@ _BOUNDS = f"""
 #undef __global__
 #define __global__ __attribute__((global)) __launch_bounds__({plan.THREADS}, 1)
 """
+
+C_TYPES = {mx.float16: "__half", mx.bfloat16: "__nv_bfloat16", mx.float32: "float"}
 
 # `tiles0` and so on follow, one for each row that the kernel has room for, and `logits` where there are any
 FAST_INPUTS = ("q", "fresh_keys", "fresh_values", "plain", "spans", "layer", "counters")
@@ -125,12 +127,18 @@ def fast_inputs(rows: int, *, sinks: bool) -> list[str]:
     return [*FAST_INPUTS, *(f"tiles{row}" for row in range(rows)), *["logits"] * sinks]
 
 
-def fast_text(rows: int, *, sinks: bool) -> tuple[str, str]:
-    """Return header and body of the tensor-core kernel for up to *rows* rows."""
+def fast_text(
+    constants: Mapping[str, int], kind: str, rows: int, *, sinks: bool
+) -> tuple[str, str]:
+    """Return header and body of the tensor-core kernel for up to *rows* rows, vectors of the C++ type *kind*.
+
+    *constants* are in its text, not template arguments: MLX takes longer over a call for each of those.
+    """
     tiles = "\n".join(_ROW_OF_TILES.format(row=row) for row in range(rows))
     body = _filled(FAST_BODY, tiles=tiles, logits=_logits("T", sinks))
     body = body.replace("MOST_THREADS", str(plan.THREADS))
-    return header(_FAST_FILES) + _BOUNDS, body
+    given = "".join(f"constexpr int {name} = {value};\n" for name, value in constants.items())
+    return header(_FAST_FILES) + _BOUNDS, f"\n{given}using T = {kind};{body}"
 
 
 def scan_text(*, paged: bool, masked: bool) -> tuple[str, str]:
@@ -144,11 +152,13 @@ def merge_text(*, sinks: bool) -> tuple[str, str]:
     return header(_SCAN_FILES), _filled(MERGE_BODY, logits=_logits("L", sinks))
 
 
-@cache
-def fast_kernel(shared_bytes: int, rows: int, *, sinks: bool) -> Any:
-    """Return the tensor-core kernel for up to *rows* rows; its inputs are fast_inputs."""
-    names, text = fast_inputs(rows, sinks=sinks), fast_text(rows, sinks=sinks)
-    return _kernel(f"tqd_fragments{rows}", names, ["out", "next", "sums"], text, shared_bytes)
+def fast_kernel(constants: Mapping[str, int], kind: mx.Dtype, rows: int, *, sinks: bool) -> Any:
+    """Return the tensor-core kernel for up to *rows* rows; its inputs are fast_inputs. Keep it: MLX knows it by its name."""
+    values = "_".join(f"{value & 0xFFFFFFFF:x}" for value in constants.values())
+    name = f"tqd_fragments{rows}_{values}_{C_TYPES[kind]}"
+    text = fast_text(constants, C_TYPES[kind], rows, sinks=sinks)
+    inputs = fast_inputs(rows, sinks=sinks)
+    return _kernel(name, inputs, ["out", "next", "sums"], text, constants["SHARED"])
 
 
 @cache

@@ -82,4 +82,4 @@ class CudaStepper:
 def _placed(spans: tuple[Span, ...], grown: int, n_kv_heads: int) -> tuple[mx.array, int]:
     """Return *spans* as words, and into how many parts their tiles go: the same for all layers of a step, mostly."""
     tiles = [-(-span.packed_to // TILE) - span.packed_from // TILE for span in spans]
-    return launch.spans_of(spans, grown), plan.fast_splits(n_kv_heads, tiles)
+    return launch.words_of(spans, grown), plan.fast_splits(n_kv_heads, tiles)
