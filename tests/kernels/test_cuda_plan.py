@@ -124,7 +124,7 @@ def test_the_constants_give_back_every_token_of_a_tile() -> None:
         assert np.abs(value - 32512 * wave).max() <= 0.5
         corrections = words[1024 + 16 * part : 1040 + 16 * part].view(np.int32)
         assert np.array_equal(corrections, -128 * value.sum(axis=1))
-    turns = words[1184:].view(np.uint64).astype(np.float64) / 2.0**64
+    turns = words[1056:].view(np.uint64).astype(np.float64) / 2.0**64
     assert np.allclose(turns, theta / (4 * np.pi), rtol=1e-9)
 
 

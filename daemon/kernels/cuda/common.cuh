@@ -42,6 +42,12 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
+// Numbers that lie together, read and written at once.
+template <int COUNT, class T = float>
+struct alignas(COUNT * sizeof(T)) Numbers {
+  T at[COUNT];
+};
+
 // One row of a batch: tokens 0 to length, of which those from packed_from to packed_to are in tiles;
 // token p was computed at position p + dropped. Of the plain tokens (plain.cuh), `left` after the sinks have gone into
 // tiles since they were written, and `fresh` says that the newest token is not among them yet. The words of one row of
@@ -74,7 +80,7 @@ __device__ __forceinline__ Vectors<T> vectors(const T* data, const Strides& stri
 }
 
 // Tiles of all rows, uint32 (H, pages, words); `pages` maps a row's tiles to pages, int32 (B, most), or is null:
-// then tile t is page t, and there is one row.
+// then tile t is page t, there is one row, and `most` is how many tiles there is room for.
 struct Tiles {
   const u32* data;
   long long head, page;

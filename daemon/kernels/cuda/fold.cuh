@@ -17,7 +17,7 @@ __device__ __forceinline__ Leaving leaving(const int* folds, int index) {
 template <int D, bool HAS_MEAN, int N_PAIRS, int PAIR_STEP, int PAIR_GAP>
 struct LeavingMean {
   const float* mean;  // (KV heads, D)
-  const u32* words;   // constants of the rotary embedding (mean.cuh)
+  MeanConstants constants;
 
   // RoPE_p(mean) of one channel.
   __device__ __forceinline__ float at(int kv, int d, int position) const {
@@ -27,10 +27,8 @@ struct LeavingMean {
     const bool second = PAIR_STEP == 1 ? d >= PAIR_GAP : d & 1;
     const int j = PAIR_STEP == 1 ? d - second * PAIR_GAP : d >> 1;
     const float other = __ldg(mean + kv * D + (second ? d - PAIR_GAP : d + PAIR_GAP));
-    const u32 turn = phase(2 * position, __ldg(words + 1184 + 2 * j), __ldg(words + 1185 + 2 * j));
-    float sine, cosine;
-    sincospif((float)(int)turn * 4.656612873077393e-10f, &sine, &cosine);  // 2^-31: halves of a turn
-    return second ? fmaf(other, sine, own * cosine) : fmaf(-other, sine, own * cosine);
+    const float2 turn = turned(position, constants.angle(j));
+    return second ? fmaf(other, turn.y, own * turn.x) : fmaf(-other, turn.y, own * turn.x);
   }
 };
 

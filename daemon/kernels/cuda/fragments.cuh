@@ -23,7 +23,6 @@ constexpr float HEADROOM = 3.f;      // bits by which a new reference exceeds th
 constexpr int FLUSH_TILES = 1024;    // before a sum of 127·255·32 a tile exceeds 31 bits
 constexpr float MASKED = -1e38f;     // below LOWEST: its weight is zero whatever the reference
 constexpr int AT_ONCE = 16;          // splits whose sums the merging warp asks for at once
-constexpr int TOGETHER = 4;          // tokens in full precision that a warp asks for at once
 
 template <int D, int G, int KB, int VB, bool ROTARY>
 struct Shape {
@@ -41,17 +40,12 @@ struct Shape {
   static constexpr int MEANS = CONSTANTS + 4 * WARP * 16;  // (worth, constant) a head
   static constexpr int PLAIN = aligned(MEANS + GP * 8);    // outputs of the plain tokens
   static constexpr int COEFFICIENTS = aligned(PLAIN + GP * ROW * 4);
-  static constexpr int COLUMNS = aligned(COEFFICIENTS + (ROTARY ? GP * MEAN_PAIRS * 8 : 0));
+  static constexpr int STEPS = aligned(COEFFICIENTS + (ROTARY ? GP * MEAN_PAIRS * 8 : 0));
+  static constexpr int COLUMNS = STEPS + (ROTARY ? MEAN_PAIRS * 8 : 0);
   static constexpr int TABLE = aligned(COLUMNS + (ROTARY ? TILE_WARPS * 2 * NT * 8 * COLUMN * 4 : 0));
   static constexpr int RING = aligned(TABLE + (ROTARY && !TABLE_IN_REGISTERS ? MEAN_TABLE_WORDS * 4 : 0));
   static constexpr int BYTES = RING + TILE_WARPS * STAGES * WORDS * 4;
   static_assert(STAGES * WORDS >= GP * ROW, "a warp's outputs take the place of its ring");
-};
-
-// Numbers that lie together, read and written at once.
-template <int COUNT, class T = float>
-struct alignas(COUNT * sizeof(T)) Numbers {
-  T at[COUNT];
 };
 
 // Where a block's numbers go, and what they are of.
@@ -63,6 +57,7 @@ template <int D, int G, int KB, int VB, bool ROTARY, class T>
 struct Fragments {
   using S = Shape<D, G, KB, VB, ROTARY>;
   static constexpr int R = D / WARP, NT = S::NT, GP = S::GP, MT = D / 16;
+  static constexpr int TOGETHER = 16 / sizeof(T);  // plain tokens that a warp asks for at once
 
   Vectors<T> queries;  // ([B,] heads, 1, D)
   Tiles tiles;
@@ -153,7 +148,7 @@ struct Fragments {
         b[i] = second * query.mu_a[i] - first * query.mu_b[i];
         most = fmaxf(most, a[i] * a[i] + b[i] * b[i]);
       }
-      most = warp_max(most);
+      most = warp_most(most);
       const float inverse_root = most > 0.f ? rsqrtf(most) : 0.f, inverse = COEFFICIENT_MAX * inverse_root;
       float2* to = reinterpret_cast<float2*>(shared + S::COEFFICIENTS) + h * MEAN_PAIRS;
 #pragma unroll
@@ -163,38 +158,27 @@ struct Fragments {
     constant = warp_sum(constant) * scale * LOG2E;
 
     hadamard<R>(x, lane);
-    float most = 0.f, sum = 0.f;
+    float most = 0.f;
+    int total = 0;
 #pragma unroll
     for (int i = 0; i < R; ++i) most = fmaxf(most, fabsf(x[i]));
-    most = warp_max(most);
+    most = warp_most(most);
     const float inverse = most > 0.f ? __fdividef(QUERY_MAX, most) : 0.f;
     signed char* bytes = reinterpret_cast<signed char*>(shared + S::QUERY);
 #pragma unroll
     for (int i = 0; i < R; ++i) {
       const int v = __float2int_rn(x[i] * inverse), low = (signed char)(v & 255);
-      sum += (float)v;
+      total += v;
       bytes[2 * h * D + lane + WARP * i] = (signed char)((v - low) >> 8);
       bytes[(2 * h + 1) * D + lane + WARP * i] = (signed char)low;
     }
-    sum = warp_sum(sum);
+    const float sum = (float)__reduce_add_sync(ALL, total);
     if (lane == 0) {
       // integers would lose a NaN, and after the transform every number of its head is one
       const float factor = x[0] == x[0] ? most * (1.f / QUERY_MAX) * scale * LOG2E * k_step : x[0];
       reinterpret_cast<float2*>(shared + S::FACTORS)[h] = make_float2(factor, KB == 8 ? 0.f : .5f * sum * factor);
       reinterpret_cast<float2*>(shared + S::MEANS)[h] = make_float2(worth, constant);
     }
-  }
-
-  // The tiles of a warp: `count` of them, TILE_WARPS apart.
-  struct Share {
-    int first, count;
-  };
-  static __device__ __forceinline__ Share share_of(const Span& span, const Block& at, int warp) {
-    const int begin = span.packed_from / TILE, end = (span.packed_to + TILE - 1) / TILE;
-    // of the block: tiles over splits, rounded up; exact below 2^21 tiles, and faster than a division of integers
-    const int most = (int)__fdividef((float)(end - begin + at.splits - 1) + .5f, (float)at.splits);
-    const int first = begin + at.split * most + warp, left = min(begin + (at.split + 1) * most, end) - first;
-    return {first, left > 0 ? (left - 1) / TILE_WARPS + 1 : 0};
   }
 
   __device__ __forceinline__ void attend_tiles(const Block& at, unsigned char* shared, int warp, int lane) const {
@@ -208,22 +192,27 @@ struct Fragments {
       for (int s = 0; s < S::STAGES; ++s) barrier_init(barriers + 8 * s);
       barriers_visible();
     }
-    // asked for before any tile: otherwise it would wait behind megabytes of them
+    // asked for before most tiles: otherwise it would wait behind megabytes of them
     const Span span = span_of(spans, at.row);
     const Query query = read(at, warp, lane);
     MeanBias<NT, S::TABLE_IN_REGISTERS> bias;
     if (ROTARY) bias.load(constants, lane);
+    uint2 step;
+    if (ROTARY && warp >= TILE_WARPS - 2) step = constants.angle(threadIdx.x % MEAN_PAIRS);
+    // Tiles of this warp: every `apart`th. Whether the first one is needed is not known yet: it is copied all the same.
+    const int first = at.split * TILE_WARPS + warp, apart = at.splits * TILE_WARPS;
+    const bool ahead_of_span = first < tiles.most;
     const u64 once = read_once();
-    const Share share = share_of(span, at, warp);
-    const int first = share.first, count = share.count;
-    const u32* ahead = tiles.at_page(at.kv, first);
-    const long long stride = TILE_WARPS * tiles.page;
+    const u32* next = tiles.at_page(at.kv, first);
+    const long long stride = apart * tiles.page;
+    if (copies && ahead_of_span) copy_to_shared(slots, next, S::WORDS * 4, barriers, once);
+    const int end = (span.packed_to + TILE - 1) / TILE;
     if (copies)
 #pragma unroll
-      for (int s = 0; s < S::STAGES; ++s)
-        if (s < count)
-          copy_to_shared(slots + s * S::WORDS * 4, ahead + s * stride, S::WORDS * 4, barriers + 8 * s, once);
-    ahead += S::STAGES * stride;
+      for (int s = 1; s < S::STAGES; ++s)
+        if (first + s * apart < end)
+          copy_to_shared(slots + s * S::WORDS * 4, next + s * stride, S::WORDS * 4, barriers + 8 * s, once);
+    next += S::STAGES * stride;
     more_registers<TILE_REGISTERS>();  // waits for the other warps to give them: the copies are on their way by then
     // Constants go through shared memory, to each lane its own copy: where the compiler knows that a number is the same
     // for all, it spends an instruction on every use of it.
@@ -238,6 +227,8 @@ struct Fragments {
     if (ROTARY && !S::TABLE_IN_REGISTERS)
       for (int i = threadIdx.x; i < MEAN_TABLE_WORDS / 4; i += TILE_WARPS * WARP) table[i] = __ldg(constants.table() + i);
     if (ROTARY) bias.start(first * TILE + span.dropped);
+    if (ROTARY && warp >= TILE_WARPS - 2)  // two warps that have no query to prepare, mostly
+      reinterpret_cast<float2*>(shared + S::STEPS)[threadIdx.x % MEAN_PAIRS] = turned(apart * TILE, step);
     if (warp < GP) prepare(query, shared, warp, lane);
     asm volatile("bar.sync 1, %0;" ::"n"(TILE_WARPS * WARP) : "memory");  // the other warps have no part in it
 
@@ -267,7 +258,8 @@ struct Fragments {
       bias.round_low = __uint_as_float(kept[3 * WARP].x), bias.round_high = __uint_as_float(kept[3 * WARP].y);
       bias.two_to_16 = rounding.z;
       bias.take(reinterpret_cast<const float2*>(shared + S::COEFFICIENTS),
-                reinterpret_cast<const float2*>(shared + S::MEANS), lane);
+                reinterpret_cast<const float2*>(shared + S::MEANS),
+                reinterpret_cast<const float4*>(shared + S::STEPS), lane);
       bias.rotate(columns, lane);
       __syncwarp();
     }
@@ -286,7 +278,7 @@ struct Fragments {
     const int source = 8 * c + (g >> 1);  // the lane whose weights become this lane's column
     int stage = 0, t = first;
     u32 turn = 0;
-    for (int it = 0; it < count; ++it, t += TILE_WARPS) {
+    for (int it = 0; t < end; ++it, t += apart) {
       barrier_wait(barriers + 8 * stage, turn);
       const u32* tile = reinterpret_cast<const u32*>(ring + stage * S::WORDS * 4);
       float added[NT][4];
@@ -347,7 +339,7 @@ struct Fragments {
         exceeds |= most[n] > top[n];
       }
       if (__any_sync(ALL, exceeds)) {
-        v_most = warp_max(v_most);
+        v_most = warp_most(v_most);
         const float unit = v_top * (1.f / WEIGHT_MAX);
         if (v_most > v_top) v_top = v_most * 1.25f;
         per_weight = __fdividef(WEIGHT_MAX, v_top);
@@ -400,12 +392,13 @@ struct Fragments {
         }
       }
       __syncwarp();
-      if (copies && it + S::STAGES < count)
-        copy_to_shared(slots + stage * S::WORDS * 4, ahead, S::WORDS * 4, barriers + 8 * stage, once);
-      ahead += stride;
+      if (copies && t + S::STAGES * apart < end)
+        copy_to_shared(slots + stage * S::WORDS * 4, next, S::WORDS * 4, barriers + 8 * stage, once);
+      next += stride;
       if (++stage == S::STAGES) stage = 0, turn ^= 1;
     }
 
+    if (first >= end && ahead_of_span) barrier_wait(barriers, 0);  // outputs take its place
     float* to = outputs(shared, warp);
     const float unit = v_top * (1.f / WEIGHT_MAX), half = VB == 8 ? 0.f : .5f;
 #pragma unroll
@@ -434,61 +427,6 @@ struct Fragments {
     scale[0] = a.x, scale[1] = a.y, scale[2] = b.x, scale[3] = b.y;
   }
 
-  // One head's share of sinks and tail, TOGETHER tokens at a time; their outputs are rotated once, into the stored basis.
-  __device__ __forceinline__ void attend_plain(const Block& at, unsigned char* shared, int h, int lane) const {
-    const Span span = span_of(spans, at.row);
-    float q[R], sum[R], top = LOWEST, total = 0.f;
-#pragma unroll
-    for (int i = 0; i < R; ++i) {
-      q[i] = to_float(queries.at(at.row, at.kv * G + h, 0)[(lane + WARP * i) * queries.dim]) * scale * LOG2E;
-      sum[i] = 0.f;
-    }
-    const int count = span.packed_from + span.length - span.packed_to;
-    for (int first = at.split; first < count; first += TOGETHER * at.splits) {
-      float k[TOGETHER][R], v[TOGETHER][R], s[TOGETHER], above = top;
-#pragma unroll
-      for (int u = 0; u < TOGETHER; ++u) {
-        const int i = first + u * at.splits;
-        const PlainVector<T> key = plain.at(span, at.row, at.kv, i, count, 0);
-        const PlainVector<T> value = plain.at(span, at.row, at.kv, i, count, 1);
-#pragma unroll
-        for (int r = 0; r < R; ++r) {
-          const int d = lane + WARP * r;
-          k[u][r] = i < count ? to_float(key.from[d * key.dim]) : 0.f;
-          v[u][r] = i < count ? to_float(value.from[d * value.dim]) : 0.f;
-          if (i < count && h == 0) put(key.to + d, k[u][r]), put(value.to + d, v[u][r]);
-        }
-      }
-#pragma unroll
-      for (int u = 0; u < TOGETHER; ++u) {
-        float x = 0.f;
-#pragma unroll
-        for (int r = 0; r < R; ++r) x += q[r] * k[u][r];
-        x = warp_sum(x);
-        s[u] = first + u * at.splits < count ? x : MASKED;
-        above = fmaxf(above, s[u]);
-      }
-      const float fade = exp2_fast(top - above);
-      top = above, total *= fade;
-#pragma unroll
-      for (int r = 0; r < R; ++r) sum[r] *= fade;
-#pragma unroll
-      for (int u = 0; u < TOGETHER; ++u) {
-        const float p = exp2_fast(s[u] - above);
-        total += p;
-#pragma unroll
-        for (int r = 0; r < R; ++r) sum[r] += p * v[u][r];
-      }
-    }
-    if (lane == 0) part(shared, TILE_WARPS)[h] = make_float2(top, total);
-    if (at.split >= count) return;
-#pragma unroll
-    for (int i = 0; i < R; ++i) sum[i] *= __ldg(v_signs + lane + WARP * i) * rsqrtf((float)D);
-    hadamard<R>(sum, lane);
-#pragma unroll
-    for (int i = 0; i < R; ++i) outputs(shared, TILE_WARPS)[h * S::ROW + lane + WARP * i] = sum[i];
-  }
-
   // A head's outputs so far, numbers R·lane to R·lane + R − 1 of them, in units of 2^-top.
   struct Merged {
     float top = LOWEST, total = 0.f;
@@ -502,11 +440,79 @@ struct Fragments {
       for (int i = 0; i < R; ++i) x.at[i] *= fade;
       return exp2_fast(other - above);
     }
-    __device__ __forceinline__ void add(float factor, const Numbers<R>& other) {
+    template <class U>
+    __device__ __forceinline__ void add(float factor, const Numbers<R, U>& other) {
 #pragma unroll
-      for (int i = 0; i < R; ++i) x.at[i] += factor * other.at[i];
+      for (int i = 0; i < R; ++i) x.at[i] += factor * to_float(other.at[i]);
     }
   };
+
+  // One head's share of the plain tokens; their outputs are rotated once, into the stored basis. The first head passes the
+  // tokens on.
+  __device__ __forceinline__ void attend_plain(const Block& at, unsigned char* shared, int h, int lane) const {
+    const Span span = span_of(spans, at.row);
+    const T* query = queries.at(at.row, at.kv * G + h, 0);
+    float q[R];
+#pragma unroll
+    for (int i = 0; i < R; ++i) q[i] = to_float(query[(R * lane + i) * queries.dim]) * scale * LOG2E;
+    Merged all;
+    const int count = span.packed_from + span.length - span.packed_to, stored = count - span.fresh;
+    if (span.fresh && at.split == at.splits - 1) {
+      Numbers<R, T> k[1], v[1];
+      const T *key = plain.fresh_keys.at(at.row, at.kv, 0), *value = plain.fresh_values.at(at.row, at.kv, 0);
+#pragma unroll
+      for (int i = 0; i < R; ++i) {
+        k[0].at[i] = key[(R * lane + i) * plain.fresh_keys.dim];
+        v[0].at[i] = value[(R * lane + i) * plain.fresh_values.dim];
+      }
+      if (h == 0) plain.put(at.row, at.kv, count - 1, lane, k[0], v[0]);
+      take_plain(all, q, k, v, 1);
+    }
+    for (int first = at.split; first < stored; first += TOGETHER * at.splits) {
+      Numbers<R, T> k[TOGETHER], v[TOGETHER];
+#pragma unroll
+      for (int u = 0; u < TOGETHER; ++u)
+        plain.get(span, at.row, at.kv, min(first + u * at.splits, stored - 1), lane, k[u], v[u]);
+      int there = 0;
+#pragma unroll
+      for (int u = 0; u < TOGETHER; ++u) there += first + u * at.splits < stored;
+      if (h == 0)
+#pragma unroll
+        for (int u = 0; u < TOGETHER; ++u)
+          if (u < there) plain.put(at.row, at.kv, first + u * at.splits, lane, k[u], v[u]);
+      take_plain(all, q, k, v, there);
+    }
+    if (lane == 0) part(shared, TILE_WARPS)[h] = make_float2(all.top, all.total);
+    if (all.total == 0.f) return;
+    const Numbers<R> signs = reinterpret_cast<const Numbers<R>*>(v_signs)[lane];
+#pragma unroll
+    for (int i = 0; i < R; ++i) all.x.at[i] *= signs.at[i] * rsqrtf((float)D);
+    hadamard<R>(all.x.at, lane);
+    reinterpret_cast<Numbers<R>*>(outputs(shared, TILE_WARPS) + h * S::ROW)[lane] = all.x;
+  }
+
+  // Attends to the first `there` of N tokens.
+  template <int N>
+  static __device__ __forceinline__ void take_plain(Merged& all, const float (&q)[R], const Numbers<R, T> (&k)[N],
+                                                    const Numbers<R, T> (&v)[N], int there) {
+    float s[N], most = LOWEST;
+#pragma unroll
+    for (int u = 0; u < N; ++u) {
+      float x = 0.f;
+#pragma unroll
+      for (int i = 0; i < R; ++i) x += q[i] * to_float(k[u].at[i]);
+      x = warp_sum(x);
+      s[u] = u < there ? x : MASKED;
+      most = fmaxf(most, s[u]);
+    }
+    all.raise(most);
+#pragma unroll
+    for (int u = 0; u < N; ++u) {
+      const float p = exp2_fast(s[u] - all.top);
+      all.total += p;
+      all.add(p, v[u]);
+    }
+  }
 
   // All of a head: its parts in this block and, if this warp is the last one of its head, the other splits.
   __device__ __forceinline__ void conclude(const Block& at, unsigned char* shared, int h, int lane) const {
@@ -516,7 +522,7 @@ struct Fragments {
       const long long to = head_of(at, h) * at.splits + at.split;
       reinterpret_cast<Numbers<R>*>(sums + to * D)[lane] = all.x;
       if (lane == 0) extremes[to] = make_float2(all.top, all.total);
-      if (!is_last(counters + head_of(at, h), at.splits, lane)) return;
+      if (!is_last(counters + head_of(at, h), at.splits)) return;
       all = merge_splits(head_of(at, h) * at.splits, at.splits, lane);
     }
     finish(all, signs, at, h, lane);
@@ -540,14 +546,14 @@ struct Fragments {
   }
 
   // Counts this warp, whose numbers are written, and returns whether the others of its head have written theirs too.
-  static __device__ __forceinline__ bool is_last(u32* counter, int splits, int lane) {
+  static __device__ __forceinline__ bool is_last(u32* counter, int splits) {
     bool last = false;
     __syncwarp();
-    if (lane == 0) {
+    if (is_leader()) {
       last = count_up(counter) == (u32)splits - 1;
       if (last) *counter = 0;
     }
-    return __shfl_sync(ALL, last, 0);
+    return __any_sync(ALL, last);
   }
 
   __device__ __forceinline__ Merged merge_splits(long long from, int splits, int lane) const {
@@ -556,16 +562,17 @@ struct Fragments {
       // asked for before the maxima are known: one trip to memory instead of two
       Numbers<R> x[AT_ONCE];
 #pragma unroll
-      for (int u = 0; u < AT_ONCE; ++u)
+      for (int u = 0; u < AT_ONCE; ++u) {
+        x[u] = {};
         if (first + u < splits) x[u] = reinterpret_cast<const Numbers<R>*>(sums + (from + first + u) * D)[lane];
+      }
       float2 of = make_float2(LOWEST, 0.f);  // of split first + lane
       if (lane < min(AT_ONCE, splits - first)) of = extremes[from + first + lane];
-      const float most = warp_max(of.x);
+      const float most = warp_most(of.x);
       const float factor = all.raise(most) * exp2_fast(of.x - most);
       all.total += warp_sum(factor * of.y);
 #pragma unroll
-      for (int u = 0; u < AT_ONCE; ++u)
-        if (first + u < splits) all.add(__shfl_sync(ALL, factor, u), x[u]);
+      for (int u = 0; u < AT_ONCE; ++u) all.add(__shfl_sync(ALL, factor, u), x[u]);
     }
     return all;
   }
@@ -573,7 +580,7 @@ struct Fragments {
   // Takes the learned sink in; then out of the stored basis, and into the caller's dtype.
   __device__ __forceinline__ void finish(Merged& all, const Numbers<R>& signs, const Block& at, int h, int lane) const {
     if (logits) all.total += all.raise(to_float(logits[at.kv * G + h]) * LOG2E);
-    const float factor = rsqrtf((float)D) / all.total;
+    const float factor = __fdividef(rsqrtf((float)D), all.total);
     hadamard<R>(all.x.at, lane);
     Numbers<R, T> y;
 #pragma unroll

@@ -35,6 +35,13 @@ __device__ __forceinline__ bool is_leader() {
   return leads;
 }
 
+// The largest number of a warp, in fewer steps than warp_max. Of NaN it may be one.
+__device__ __forceinline__ float warp_most(float x) {
+  const int bits = __float_as_int(x), order = bits ^ (bits >> 31 & 0x7fffffff);  // integers in the order of the floats
+  const int most = __reduce_max_sync(ALL, order);
+  return __int_as_float(most ^ (most >> 31 & 0x7fffffff));
+}
+
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ void barrier_init(u32 barrier) {

@@ -4,14 +4,6 @@
 
 namespace tqd {
 
-// One token's keys or values: where they are, how far apart, and where they go.
-template <class T>
-struct PlainVector {
-  const T* from;
-  long long dim;
-  T* to;
-};
-
 template <class T, int D>
 struct Plain {
   const T* data;  // (B, 2, H, slots, D): keys and values; the tail follows the sinks, after a gap of `left` tokens
@@ -19,19 +11,28 @@ struct Plain {
   int n_kv, slots;
   Vectors<T> fresh_keys, fresh_values;  // ([B,] H, 1, D)
 
-  // Token i of the plain ones of a row; side 0 is keys, 1 values.
-  __device__ __forceinline__ PlainVector<T> at(const Span& span, int row, int kv, int i, int count, int side) const {
-    T* to = next + place(row, kv, i, side);
-    if (span.fresh && i == count - 1) {
-      const Vectors<T>& fresh = side ? fresh_values : fresh_keys;
-      return {fresh.at(row, kv, 0), fresh.dim, to};
-    }
-    return {data + place(row, kv, i < span.packed_from ? i : i + span.left, side), 1, to};
+  static constexpr int R = D / WARP;
+
+  // Keys and values of token i of a row, but not of the fresh one: numbers R·lane to R·lane + R − 1 of each.
+  __device__ __forceinline__ void get(const Span& span, int row, int kv, int i, int lane, Numbers<R, T>& key,
+                                      Numbers<R, T>& value) const {
+    const long long from = place(row, kv, i < span.packed_from ? i : i + span.left);
+    key = reinterpret_cast<const Numbers<R, T>*>(data + from)[lane];
+    value = reinterpret_cast<const Numbers<R, T>*>(data + from + (long long)n_kv * slots * D)[lane];
+  }
+
+  // Passes token i on.
+  __device__ __forceinline__ void put(int row, int kv, int i, int lane, const Numbers<R, T>& key,
+                                      const Numbers<R, T>& value) const {
+    const long long to = place(row, kv, i);
+    reinterpret_cast<Numbers<R, T>*>(next + to)[lane] = key;
+    reinterpret_cast<Numbers<R, T>*>(next + to + (long long)n_kv * slots * D)[lane] = value;
   }
 
  private:
-  __device__ __forceinline__ long long place(int row, int kv, int slot, int side) const {
-    return ((((long long)row * 2 + side) * n_kv + kv) * slots + slot) * D;
+  // Of keys; values are n_kv · slots further.
+  __device__ __forceinline__ long long place(int row, int kv, int slot) const {
+    return (((long long)row * 2 * n_kv + kv) * slots + slot) * D;
   }
 };
 

@@ -121,7 +121,7 @@ class FastShape:
         at = _aligned(at + heads * 2 * self.dim + heads * 8 + parts * heads * 8)
         at = _aligned(at + 4 * 32 * 16 + heads * 8)
         at = _aligned(at + heads * (self.dim + 8) * 4)
-        at = _aligned(at + heads * 64 * 8 * self.rotary)
+        at = _aligned(at + heads * 64 * 8 * self.rotary) + 64 * 8 * self.rotary
         at = _aligned(at + TILE_WARPS * 2 * tiles * 8 * 36 * 4 * self.rotary)
         at = _aligned(at + 4096 * (self.rotary and not in_registers))
         return at + TILE_WARPS * stages * words * 4

@@ -54,7 +54,7 @@ const tqd::Fragments<DIM, GROUPED, K_BITS, V_BITS, ROTARY, T> kernel{{
 kernel.run({{(int)blockIdx.z, (int)blockIdx.y, n_kv, (int)blockIdx.x, splits}}, shared);
 """
 _ROW_OF_TILES = (
-    "  case {row}: tiles = tqd::tiles_of(tiles{row}, tiles{row}_strides, nullptr, 0); break;"
+    "  case {row}: tiles = tqd::tiles_of(tiles{row}, tiles{row}_strides, nullptr, (int)tiles{row}_shape[1]); break;"
 )
 
 SCAN_INPUTS = (
