@@ -492,7 +492,7 @@ class Row:
     def _store(self, tiles: mx.array, at: int) -> None:
         end = at + tiles.shape[1]
         if self._tiles is None or end > self._tiles.shape[1]:
-            room = end + (self._slack(end) if at else self.place % _PLACES)
+            room = end + self._slack(end)
             spare = mx.zeros((tiles.shape[0], room - at, tiles.shape[2]), dtype=mx.uint32)
             self._tiles = (
                 spare
