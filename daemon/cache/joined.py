@@ -7,7 +7,7 @@ copied when one joins or leaves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import groupby
 
@@ -44,28 +44,27 @@ class Joined:
         self._stepper = stepper
         self._plain = plain
         self._fresh: Fresh | None = None
-        self._sinks = rows[0].sink_tokens
-        self._place(rows, left)
+        first = rows[0]
+        self._sinks, self._tail, self._fold = (
+            first.sink_tokens,
+            first.tail_tokens,
+            first.fold_tokens,
+        )
+        self._lengths = tuple(row.length for row in rows)
+        self._grown = 0  # tokens of each row since then
+        self._longest = max(self._lengths)
+        self._spans = tuple(
+            Span(length, *row.packed, left=gone)
+            for row, length, gone in zip(rows, self._lengths, left, strict=True)
+        )
+        self._left = [index for index, gone in enumerate(left) if gone]
+        self._tiles = [_nothing() if row.tiles is None else row.tiles for row in rows]
+        self._due = [
+            row.folds_at - length for row, length in zip(rows, self._lengths, strict=True)
+        ]  # how many tokens each has got when the next one makes tokens leave its tail
+        self._next_due = min(self._due)
         for index, row in enumerate(rows):
             row.lend(self, index)
-
-    def _place(self, rows: Sequence[Row], left: Sequence[int]) -> None:
-        """Look where the tokens of *rows* are, whose slots still have *left* tokens that are gone."""
-        lengths = [row.length for row in rows]  # as long as it is counted as before
-        self._folds_at = min(
-            row.folds_at - length for row, length in zip(rows, lengths, strict=True)
-        )
-        self._longest = max(lengths)
-        self._tiles = [_nothing() if row.tiles is None else row.tiles for row in rows]
-        self._grown = 0  # tokens of each row since then
-        placed = zip(rows, lengths, left, strict=True)
-        self._set(tuple(Span(length, *row.packed, left=gone) for row, length, gone in placed))
-
-    def _set(self, spans: tuple[Span, ...]) -> None:
-        self._spans = spans
-        self._fresh_spans = tuple(span._replace(fresh=1) for span in spans)
-        self._lengths = tuple(span.length for span in spans)
-        self._gaps = any(span.left for span in spans)
 
     @property
     def lengths(self) -> tuple[tuple[int, ...], int]:
@@ -85,7 +84,7 @@ class Joined:
     @property
     def due(self) -> bool:
         """Whether tokens leave the tail of a row before the next one comes."""
-        return self._grown >= self._folds_at
+        return self._grown >= self._next_due
 
     def serves(self, queries: mx.array, scale: float, sinks: mx.array | None) -> bool:
         """Return whether its steps are like that of *queries*."""
@@ -99,7 +98,7 @@ class Joined:
 
     def length_of(self, index: int) -> int:
         """Return the tokens so far of the row at *index*."""
-        return self._spans[index].length + self._grown
+        return self._lengths[index] + self._grown
 
     def append(self, rows: Sequence[Row], keys: mx.array, values: mx.array) -> None:
         """Add one token to each of *rows*, those that were joined: *keys* and *values* are (B, H, 1, D).
@@ -113,42 +112,64 @@ class Joined:
 
     def attend(self, queries: mx.array, sinks: mx.array | None) -> mx.array:
         """Attend from *queries* (B, n_heads, 1, D), of the rows' newest tokens; returns an array like it."""
-        spans = self._spans if self._fresh is None else self._fresh_spans
         out, self._plain = self._stepper.step(
-            queries, self._fresh, self._plain, self._tiles, spans, self._grown, sinks
+            queries, self._fresh, self._plain, self._tiles, self._spans, self._grown, sinks
         )
         self._fresh = None
-        if self._gaps:
-            self._set(tuple(span._replace(left=0) for span in self._spans))
+        if self._left:
+            self._change({index: self._spans[index]._replace(left=0) for index in self._left})
+            self._left = []
         return out
 
     def fold(self, rows: Sequence[Row]) -> None:
         """Move the tokens that are to leave the tail of any of *rows*, those that were joined, into its tiles."""
-        moved = [row.leaving() for row in rows]
         leaving = [
-            Leaving(
-                row=index,
-                slot=self._sinks + span.left,
-                first=0 if row.tiles is not None else self._sinks,
-                tokens=len(tokens),
-                position=tokens.start + span.dropped,
-            )
-            for index, (row, span, tokens) in enumerate(zip(rows, self._spans, moved, strict=True))
-            if tokens
+            self._leaving(index) for index, due in enumerate(self._due) if due <= self._grown
         ]
-        self._tiles = []  # or writing to them would be copying them
         for _, some in groupby(sorted(leaving, key=_n_tiles), key=_n_tiles):
             together = tuple(some)
             tiles = self._stepper.fold(self._plain, together)
             for at, each in enumerate(together):
-                rows[each.row].take_tiles(tiles[at], moved[each.row].stop)
-        left = [span.left + len(tokens) for span, tokens in zip(self._spans, moved, strict=True)]
-        self._place(rows, left)
+                row, span = rows[each.row], self._spans[each.row]
+                end = max(span.packed_to, self._sinks) + each.tokens
+                self._tiles[each.row] = _nothing()  # or writing to them would be copying them
+                row.take_tiles(tiles[at], end)
+                assert row.tiles is not None
+                self._tiles[each.row] = row.tiles
+                self._due[each.row] = row.folds_at - self._lengths[each.row]
+        self._change(
+            {
+                each.row: self._spans[each.row]._replace(
+                    packed_from=self._sinks,
+                    packed_to=rows[each.row].packed[1],
+                    left=self._spans[each.row].left + each.tokens,
+                )
+                for each in leaving
+            }
+        )
+        self._left = [index for index, span in enumerate(self._spans) if span.left]
+        self._next_due = min(self._due)
+
+    def _leaving(self, index: int) -> Leaving:
+        """Return the tokens that are to leave the tail of the row at *index*."""
+        span = self._spans[index]
+        start = max(span.packed_to, self._sinks)
+        stop = (self.length_of(index) - self._tail) // self._fold * self._fold
+        return Leaving(
+            row=index,
+            slot=self._sinks + span.left,
+            first=0 if span.packed_to else self._sinks,
+            tokens=stop - start,
+            position=start + span.dropped,
+        )
+
+    def _change(self, spans: Mapping[int, Span]) -> None:
+        self._spans = tuple(spans.get(index, span) for index, span in enumerate(self._spans))
 
     def parts_of(self, index: int) -> tuple[RawSide, RawSide]:
         """Return what the row at *index* holds in full precision, keys and values."""
         span = self._spans[index]
-        stored = span.length + self._grown - (self._fresh is not None)
+        stored = self.length_of(index) - self.waiting
         sinks = min(self._sinks, stored)
         begin = sinks + span.left
         end = begin + stored - max(span.packed_to, sinks)

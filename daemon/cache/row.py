@@ -234,10 +234,6 @@ class Row:
         first = max(self._packed_to, self.sink_tokens)
         return self.tail_tokens + (first // self.fold_tokens + 1) * self.fold_tokens
 
-    def leaving(self) -> range:
-        """Return the kept tokens that `pack` would move now."""
-        return range(max(self._packed_to, self.sink_tokens), self._packable())
-
     def take_tiles(self, tiles: mx.array, end: int) -> None:
         """Put the *tiles* of the tokens up to *end*, which left the tail from a tile's beginning on, behind the others."""
         self._store(tiles, self._packed_to // TILE)

@@ -82,7 +82,7 @@ def sample(case: Case, rows: int) -> Sample:
         plain=mx.stack([_plain(row) for row in made]),
         tiles=[row.tiles if row.tiles is not None else _nothing() for row in made],
         spans=tuple(
-            Span(row.length, row.packed_from, row.packed_to, row.dropped, _left(row), 1)
+            Span(row.length, row.packed_from, row.packed_to, row.dropped, _left(row))
             for row in made
         ),
         scale=whole.scale,

@@ -22,7 +22,7 @@ class Span(NamedTuple):
 
     Tokens 0 to *length*, of which those from *packed_from* to *packed_to* are in tiles; token p was computed
     at position p + *dropped*. *left* tokens after the sinks have gone into tiles since *plain* was written:
-    their slots are still there. *fresh* 1: the newest token is not in *plain* yet.
+    their slots are still there.
     """
 
     length: int
@@ -30,7 +30,6 @@ class Span(NamedTuple):
     packed_to: int
     dropped: int = 0
     left: int = 0
-    fresh: int = 0
 
 
 class Leaving(NamedTuple):
@@ -63,7 +62,7 @@ class Stepper(Protocol):
 
         Args:
             queries: (B, n_heads, 1, D).
-            fresh: keys and values of the newest tokens, (B, H, 1, D); None where *spans* say there are none.
+            fresh: keys and values of the newest tokens, (B, H, 1, D); None: *plain* has them already.
             plain: of these rows.
             tiles: uint32 (H, capacity, words) of each row; anything for a row without.
             spans: of each row, *grown* tokens ago.

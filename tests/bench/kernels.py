@@ -168,7 +168,7 @@ def packed_chain(
         mx.eval(raw)
         raws.append(raw)
     splits = plan.fast_splits(N_KV, [tiles_each] * rows)
-    spans = launch.words_of((span,) * rows)
+    spans = launch.spans_of((span,) * rows)
 
     def chain(x: mx.array) -> mx.array:
         for cache, raw in zip(caches, raws, strict=True):

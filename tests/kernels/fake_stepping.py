@@ -57,13 +57,12 @@ class FakeStepper:
         outs, following = [], []
         for index, span in enumerate(spans):
             length, in_head = span.length + grown, span.packed_from
-            count = in_head + length - span.packed_to - span.fresh
+            count = in_head + length - span.packed_to - (fresh is not None)
             sides = []
             for side in (0, 1):
                 old = plain[index, side]
                 parts = [old[:, :in_head], old[:, in_head + span.left : span.left + count]]
-                if span.fresh:
-                    assert fresh is not None
+                if fresh is not None:
                     parts.append(fresh[side][index])
                 sides.append(mx.concatenate(parts, axis=1))
             raw = [

@@ -301,7 +301,7 @@ def test_a_step_of_ragged_rows_attends_and_takes_in_the_newest_token(rows: int) 
     plain = mx.stack([spaced(side[:, :, :-1], gap) for side, gap in zip(sides, left, strict=True)])
     fresh = [mx.stack([side[which, :, -1:] for side in sides]) for which in (0, 1)]
     spans = tuple(
-        Span(row.length, row.packed_from, row.packed_to, 0, gap, 1)
+        Span(row.length, row.packed_from, row.packed_to, 0, gap)
         for row, gap in zip(stored, left, strict=True)
     )
     tiles = [mx.zeros((1, 1, 16), mx.uint32) if row.tiles is None else row.tiles for row in stored]
@@ -314,7 +314,7 @@ def test_a_step_of_ragged_rows_attends_and_takes_in_the_newest_token(rows: int) 
             (fresh[0], fresh[1]),
             plain,
             tiles,
-            launch.words_of(spans),
+            launch.spans_of(spans, fresh=True),
             layer,
             128**-0.5,
             splits,

@@ -14,6 +14,7 @@ from daemon.kernels.case import Case
 from daemon.kernels.cuda import angles, launch, plan, sources
 from daemon.kernels.keys import KeyTransform, Rotary
 from daemon.kernels.packing import TileLayout
+from daemon.kernels.stepping import Span
 from daemon.policy.schemes import AFFINE8, FP16, INT8, TURBO2, TURBO3_5, TURBO4, TURBO5, Codec
 
 MOST_SHARED = 232_448  # bytes of a block on compute capability 9.0
@@ -144,10 +145,12 @@ def test_a_layers_constants_are_made_once_and_hold_its_keys_transform() -> None:
 
 
 def test_spans_are_one_array_for_all_layers_of_a_step() -> None:
-    spans = launch.words_of(((100, 4, 64, 0), (70, 4, 32, 32)))
-    assert launch.words_of(((100, 4, 64, 0), (70, 4, 32, 32))) is spans
+    spans = launch.spans_of(((100, 4, 64, 0), (70, 4, 32, 32)))
+    assert launch.spans_of(((100, 4, 64, 0), (70, 4, 32, 32))) is spans
     assert spans.shape == (2, 16)
     assert spans[:, :4].tolist() == [[100, 4, 64, 0], [70, 4, 32, 32]]
+    grown = launch.spans_of((Span(100, 4, 64, left=32), Span(70, 0, 0)), 5, fresh=True)
+    assert grown[:, :7].tolist() == [[105, 4, 64, 0, 32, 1, 0], [75, 0, 0, 0, 0, 1, 0]]
 
 
 def test_bodies_ask_for_pages_masks_and_sinks_only_where_there_are_any() -> None:
@@ -155,7 +158,7 @@ def test_bodies_ask_for_pages_masks_and_sinks_only_where_there_are_any() -> None
     assert "tiles7_strides" in sources.fast_text({}, "float", 8, sinks=True)[1]
     assert "mask_shape" not in sources.scan_text(paged=False, masked=False)[1]
     assert "logits, " in sources.merge_text(sinks=True)[1]
-    for text in (FAST_TEXT, sources.encode_text(), sources.fold_text()):
+    for text in (FAST_TEXT, sources.encode_text(), sources.fold_text({}, "float")):
         for line in text[0].splitlines():
             if line.startswith("#include"):
                 assert (sources.FOLDER / line.split("/")[-1].rstrip('"')).is_file()

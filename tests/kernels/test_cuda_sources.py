@@ -110,11 +110,14 @@ def encode_text(dim: int, k_bits: int, v_bits: int, kind: str) -> str:
 
 
 def fold_text(dim: int, k_bits: int, v_bits: int, kind: str, step: int) -> str:
+    constants = {
+        "DIM": dim, "K_BITS": k_bits, "V_BITS": v_bits, "K_LEVELS": 2**k_bits, "V_LEVELS": 2**v_bits,
+        "STRETCHES": 8, "HAS_MEAN": 1, "N_PAIRS": dim // 4, "PAIR_STEP": step,
+        "PAIR_GAP": dim // 4 if step == 1 else 1,
+    }  # fmt: skip
     return kernel_text(
-        f"fold_{dim}_{k_bits}_{v_bits}", sources.fold_text(), sources.FOLD_INPUTS,
-        {"out": "unsigned int"}, {"plain": kind}, DIM=dim, K_BITS=k_bits, V_BITS=v_bits,
-        K_LEVELS=2**k_bits, V_LEVELS=2**v_bits, STRETCHES=8, HAS_MEAN=1, N_PAIRS=dim // 4,
-        PAIR_STEP=step, PAIR_GAP=dim // 4 if step == 1 else 1, T=kind,
+        f"fold_{dim}_{k_bits}_{v_bits}", sources.fold_text(constants, kind), sources.FOLD_INPUTS,
+        {"out": "unsigned int"}, {"plain": kind},
     )  # fmt: skip
 
 
@@ -142,7 +145,7 @@ VARIANTS = {
         [encode_text(128, 4, 3, "__half"), encode_text(64, 5, 8, "__nv_bfloat16")],
     ),
     "folding": (
-        sources.fold_text()[0],
+        sources.fold_text({}, "float")[0],
         [fold_text(128, 4, 4, "__half", 1), fold_text(64, 8, 3, "__nv_bfloat16", 2)],
     ),
     "rounding": (sources.round_text()[0], [round_text(80, 16), round_text(128, 11)]),

@@ -35,7 +35,7 @@ def attend(
     n_heads, length, _ = queries.shape
     n_kv, begin, end = stored.n_kv_heads, stored.packed_from, stored.packed_to
     raw = Raw.of(stored, queries.dtype)
-    spans = words_of(((stored.length, begin, end, stored.dropped),))
+    spans = spans_of(((stored.length, begin, end, stored.dropped),))
     tiles = stored.tiles
     assert tiles is not None
     fits = plan.is_fast(stored.layout, n_heads // n_kv, length, masked=mask is not None)
@@ -152,11 +152,11 @@ def fast(
 
     Args:
         queries: ([B,] n_heads, 1, D); without B there is one row.
-        fresh: keys and values of the newest tokens, ([B,] KV heads, 1, D) of the queries' dtype, where *spans* say
-            that *plain* does not have them.
+        fresh: keys and values of the newest tokens, ([B,] KV heads, 1, D) of the queries' dtype; None: they are in
+            *plain*. *spans* say the same.
         plain: the rows' tokens in full precision, (B, 2, KV heads, slots, D) of the queries' dtype (plain.cuh).
         tiles: of each row, uint32 (KV heads, capacity, words), in fragments.
-        spans: a `Span` of each row, as words_of gives them.
+        spans: as spans_of gives them.
         layer: what layer_of gives.
         scale: factor of the scores.
         splits: parts into which the tiles of a head go.
@@ -250,15 +250,27 @@ def scan(
 
 
 @lru_cache(maxsize=256)
-def words_of(rows: Words, grown: int = 0) -> mx.array:
-    """Return *rows* of up to 16 numbers for the kernels, int32 (B, 16), in the GPU's memory; the first ones plus *grown*.
+def spans_of(rows: Words, grown: int = 0, *, fresh: bool = False) -> mx.array:
+    """Return the words of `Span` (common.cuh) of each row, int32 (B, 16), the lengths *grown* by some.
 
-    They are the fields of `Span` (common.cuh) or `Leaving` (fold.cuh). All layers of a step have the same ones, mostly.
+    *fresh*: the newest tokens come by themselves. All layers of a step have the same spans, mostly.
     """
+    words = _words(rows)
+    words[:, 0] += grown
+    words[:, 5] = fresh
+    return on_device(words)
+
+
+@lru_cache(maxsize=256)
+def words_of(rows: Words) -> mx.array:
+    """Return *rows* of up to 16 numbers for the kernels, int32 (B, 16), in the GPU's memory."""
+    return on_device(_words(rows))
+
+
+def _words(rows: Words) -> np.ndarray[Any, np.dtype[np.int32]]:
     words = np.zeros((len(rows), _SPAN_WORDS), dtype=np.int32)
     words[:, : len(rows[0])] = rows
-    words[:, 0] += grown
-    return on_device(words)
+    return words
 
 
 def on_device(numbers: np.ndarray[Any, Any]) -> mx.array:

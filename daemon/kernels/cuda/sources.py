@@ -53,9 +53,7 @@ const tqd::Fragments<DIM, GROUPED, K_BITS, V_BITS, ROTARY, T> kernel{{
     const_cast<tqd::u32*>(counters), out}};
 kernel.run({{(int)blockIdx.z, (int)blockIdx.y, n_kv, (int)blockIdx.x, splits}}, shared);
 """
-_ROW_OF_TILES = (
-    "  case {row}: tiles = tqd::tiles_of(tiles{row}, tiles{row}_strides, nullptr, (int)tiles{row}_shape[1]); break;"
-)
+_ROW_OF_TILES = "  case {row}: tiles = tqd::tiles_of(tiles{row}, tiles{row}_strides, nullptr, (int)tiles{row}_shape[1]); break;"
 
 SCAN_INPUTS = (
     "q", "rotated", "tiles", "spans", "k_head", "k_tail", "v_head", "v_tail", "k_levels", "v_levels",
@@ -130,15 +128,11 @@ def fast_inputs(rows: int, *, sinks: bool) -> list[str]:
 def fast_text(
     constants: Mapping[str, int], kind: str, rows: int, *, sinks: bool
 ) -> tuple[str, str]:
-    """Return header and body of the tensor-core kernel for up to *rows* rows, vectors of the C++ type *kind*.
-
-    *constants* are in its text, not template arguments: MLX takes longer over a call for each of those.
-    """
+    """Return header and body of the tensor-core kernel for up to *rows* rows, vectors of the C++ type *kind*."""
     tiles = "\n".join(_ROW_OF_TILES.format(row=row) for row in range(rows))
     body = _filled(FAST_BODY, tiles=tiles, logits=_logits("T", sinks))
     body = body.replace("MOST_THREADS", str(plan.THREADS))
-    given = "".join(f"constexpr int {name} = {value};\n" for name, value in constants.items())
-    return header(_FAST_FILES) + _BOUNDS, f"\n{given}using T = {kind};{body}"
+    return header(_FAST_FILES) + _BOUNDS, _with_constants(body, constants, kind)
 
 
 def scan_text(*, paged: bool, masked: bool) -> tuple[str, str]:
@@ -153,9 +147,8 @@ def merge_text(*, sinks: bool) -> tuple[str, str]:
 
 
 def fast_kernel(constants: Mapping[str, int], kind: mx.Dtype, rows: int, *, sinks: bool) -> Any:
-    """Return the tensor-core kernel for up to *rows* rows; its inputs are fast_inputs. Keep it: MLX knows it by its name."""
-    values = "_".join(f"{value & 0xFFFFFFFF:x}" for value in constants.values())
-    name = f"tqd_fragments{rows}_{values}_{C_TYPES[kind]}"
+    """Return the tensor-core kernel for up to *rows* rows; its inputs are fast_inputs."""
+    name = _named(f"tqd_fragments{rows}", constants, kind)
     text = fast_text(constants, C_TYPES[kind], rows, sinks=sinks)
     inputs = fast_inputs(rows, sinks=sinks)
     return _kernel(name, inputs, ["out", "next", "sums"], text, constants["SHARED"])
@@ -185,16 +178,28 @@ def encode_kernel() -> Any:
     return _kernel("tqd_encode", list(ENCODE_INPUTS), ["out"], encode_text(), 0)
 
 
-def fold_text() -> tuple[str, str]:
-    """Return header and body of the kernel that encodes the plain tokens that leave for tiles."""
+def fold_text(constants: Mapping[str, int], kind: str) -> tuple[str, str]:
+    """Return header and body of the kernel that encodes the plain tokens, of the C++ type *kind*, that leave for tiles."""
     names = ("common", "hopper", "codes", "decode", "round", "encode", "mean", "fold")
-    return header(names), FOLD_BODY
+    return header(names), _with_constants(FOLD_BODY, constants, kind)
 
 
-@cache
-def fold_kernel() -> Any:
+def fold_kernel(constants: Mapping[str, int], kind: mx.Dtype) -> Any:
     """Return the kernel that encodes the plain tokens that leave for tiles; its inputs are FOLD_INPUTS."""
-    return _kernel("tqd_fold", list(FOLD_INPUTS), ["out"], fold_text(), 0)
+    name = _named("tqd_fold", constants, kind)
+    return _kernel(name, list(FOLD_INPUTS), ["out"], fold_text(constants, C_TYPES[kind]), 0)
+
+
+def _with_constants(body: str, constants: Mapping[str, int], kind: str) -> str:
+    """Return *body* after its constants, which are no template arguments: MLX takes longer over a call for each of those."""
+    given = "".join(f"constexpr int {name} = {value};\n" for name, value in constants.items())
+    return f"\n{given}using T = {kind};{body}"
+
+
+def _named(name: str, constants: Mapping[str, int], kind: mx.Dtype) -> str:
+    """Return the name of a variant: MLX knows what it has compiled by its name."""
+    values = "_".join(f"{value & 0xFFFFFFFF:x}" for value in constants.values())
+    return f"{name}_{values}_{C_TYPES[kind]}"
 
 
 def round_text() -> tuple[str, str]:

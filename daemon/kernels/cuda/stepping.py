@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import mlx.core as mx
 
@@ -36,6 +37,7 @@ class CudaStepper:
 
     layer: Layer
     scale: float
+    folding: dict[mx.Dtype, Any] = field(default_factory=dict)
 
     def step(
         self,
@@ -48,7 +50,7 @@ class CudaStepper:
         sinks: mx.array | None,
     ) -> tuple[mx.array, mx.array]:
         """Attend from each row's newest token and take it in, in one node."""
-        words, splits = _placed(spans, grown, self.layer.n_kv_heads)
+        words, splits = _placed(spans, grown, fresh is not None, self.layer.n_kv_heads)
         return launch.fast(
             queries, fresh, plain, tiles, words, self.layer, self.scale, splits, sinks=sinks
         )
@@ -57,17 +59,10 @@ class CudaStepper:
         """Return the tiles of tokens that leave *plain*, in one node."""
         layer, layout, dim = self.layer, self.layer.layout, self.layer.layout.dim_k
         tiles = -(-(leaving[0].first + leaving[0].tokens) // TILE)
-        (out,) = sources.fold_kernel()(
+        (out,) = self._folding(plain.dtype)(
             inputs=[
                 plain, launch.words_of(leaving), layer.constants,
                 encoding.numbers(layout.k, dim), encoding.numbers(layout.v, dim),
-            ],
-            template=[
-                ("DIM", dim), ("K_BITS", int(layout.k.bits)), ("V_BITS", int(layout.v.bits)),
-                ("K_LEVELS", encoding.levels(layout.k)), ("V_LEVELS", encoding.levels(layout.v)),
-                ("STRETCHES", len(codec.STRETCHES)), ("HAS_MEAN", layer.has_mean),
-                ("N_PAIRS", layer.n_pairs), ("PAIR_STEP", layer.step), ("PAIR_GAP", layer.gap),
-                ("T", plain.dtype),
             ],
             grid=(tiles * _FOLD_THREADS, layer.n_kv_heads, len(leaving)),
             threadgroup=(_FOLD_THREADS, 1, 1),
@@ -77,9 +72,24 @@ class CudaStepper:
         folded: mx.array = out
         return folded
 
+    def _folding(self, dtype: mx.Dtype) -> Any:
+        """Return the kernel of `fold`; made when first asked for."""
+        if dtype not in self.folding:
+            layer, layout = self.layer, self.layer.layout
+            constants = {
+                "DIM": layout.dim_k, "K_BITS": int(layout.k.bits), "V_BITS": int(layout.v.bits),
+                "K_LEVELS": encoding.levels(layout.k), "V_LEVELS": encoding.levels(layout.v),
+                "STRETCHES": len(codec.STRETCHES), "HAS_MEAN": int(layer.has_mean),
+                "N_PAIRS": layer.n_pairs, "PAIR_STEP": layer.step, "PAIR_GAP": layer.gap,
+            }  # fmt: skip
+            self.folding[dtype] = sources.fold_kernel(constants, dtype)
+        return self.folding[dtype]
+
 
 @lru_cache(maxsize=256)
-def _placed(spans: tuple[Span, ...], grown: int, n_kv_heads: int) -> tuple[mx.array, int]:
+def _placed(
+    spans: tuple[Span, ...], grown: int, fresh: bool, n_kv_heads: int
+) -> tuple[mx.array, int]:
     """Return *spans* as words, and into how many parts their tiles go: the same for all layers of a step, mostly."""
     tiles = [-(-span.packed_to // TILE) - span.packed_from // TILE for span in spans]
-    return launch.words_of(spans, grown), plan.fast_splits(n_kv_heads, tiles)
+    return launch.spans_of(spans, grown, fresh=fresh), plan.fast_splits(n_kv_heads, tiles)
