@@ -276,7 +276,7 @@ def _words(rows: Words) -> np.ndarray[Any, np.dtype[np.int32]]:
 def on_device(numbers: np.ndarray[Any, Any]) -> mx.array:
     """Return *numbers* in memory of the GPU's own: what is made from the host's data is in memory that both share."""
     array = mx.array(numbers)
-    return array + mx.zeros_like(array)
+    return mx.zeros_like(array) + array  # in this order: a sum takes the memory of its first term
 
 
 # By identity: hashing a layout at every call would cost more than the rest of it.
