@@ -356,7 +356,7 @@ def test_a_row_taken_out_of_a_batch_does_not_keep_the_others_in_memory() -> None
     gc.collect()
     before = mx.get_active_memory()
     pair = Pair(FakeStepping())
-    for _ in range(16):
+    for _ in range(8):
         pair.extend(400)
     pair.step()
     mx.eval(pair.batch.state)
