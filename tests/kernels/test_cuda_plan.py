@@ -77,6 +77,12 @@ def test_a_kernel_has_room_for_as_many_rows_or_some_more() -> None:
     assert [plan.room_for(rows) for rows in (1, 2, 8, 9, 33, 64, 65)] == [1, 8, 8, 32, 64, 64, None]
 
 
+def test_every_head_of_every_row_has_a_counter_of_its_own() -> None:
+    for heads in (1, 32, 1024, 1025, 64 * 64):
+        assert heads <= plan.counters_for(heads)
+    assert len({plan.counters_for(32 * rows) for rows in range(1, 65)}) == 2
+
+
 @pytest.mark.parametrize(
     ("rope", "step", "gap"),
     [

@@ -13,6 +13,7 @@ constexpr int WARP = 32;
 constexpr u32 ALL = 0xffffffffu;
 constexpr float LOG2E = 1.44269504f;
 constexpr float LOWEST = -1e30f;  // a running maximum before the first score; finite, so that differences are
+constexpr float MASKED = -1e38f;  // below LOWEST: its weight is zero whatever the maximum
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }

@@ -21,8 +21,6 @@ constexpr int TILE_REGISTERS = 216, PLAIN_REGISTERS = 72;  // of a thread; the l
 constexpr float QUERY_MAX = 32512.f, WEIGHT_MAX = 65535.f;
 constexpr float HEADROOM = 3.f;      // bits by which a new reference exceeds the score that asked for it
 constexpr int FLUSH_TILES = 1024;    // before a sum of 127·255·32 a tile exceeds 31 bits
-constexpr float MASKED = -1e38f;     // below LOWEST: its weight is zero whatever the reference
-constexpr int AT_ONCE = 16;          // splits whose sums the merging warp asks for at once
 
 template <int D, int G, int KB, int VB, bool ROTARY>
 struct Shape {
@@ -57,7 +55,6 @@ template <int D, int G, int KB, int VB, bool ROTARY, class T>
 struct Fragments {
   using S = Shape<D, G, KB, VB, ROTARY>;
   static constexpr int R = D / WARP, NT = S::NT, GP = S::GP, MT = D / 16;
-  static constexpr int TOGETHER = 16 / sizeof(T);  // plain tokens that a warp asks for at once
 
   Vectors<T> queries;  // ([B,] heads, 1, D)
   Tiles tiles;
@@ -427,61 +424,14 @@ struct Fragments {
     scale[0] = a.x, scale[1] = a.y, scale[2] = b.x, scale[3] = b.y;
   }
 
-  // A head's outputs so far, numbers R·lane to R·lane + R − 1 of them, in units of 2^-top.
-  struct Merged {
-    float top = LOWEST, total = 0.f;
-    Numbers<R> x = {};
-
-    // Makes room for what has its maximum at `other`; returns the factor for it.
-    __device__ __forceinline__ float raise(float other) {
-      const float above = fmaxf(top, other), fade = exp2_fast(top - above);
-      top = above, total *= fade;
-#pragma unroll
-      for (int i = 0; i < R; ++i) x.at[i] *= fade;
-      return exp2_fast(other - above);
-    }
-    template <class U>
-    __device__ __forceinline__ void add(float factor, const Numbers<R, U>& other) {
-#pragma unroll
-      for (int i = 0; i < R; ++i) x.at[i] += factor * to_float(other.at[i]);
-    }
-  };
-
-  // One head's share of the plain tokens; their outputs are rotated once, into the stored basis. The first head passes the
-  // tokens on.
+  // One head's share of the plain tokens; their outputs are rotated once, into the stored basis.
   __device__ __forceinline__ void attend_plain(const Block& at, unsigned char* shared, int h, int lane) const {
     const Span span = span_of(spans, at.row);
     const T* query = queries.at(at.row, at.kv * G + h, 0);
     float q[R];
 #pragma unroll
     for (int i = 0; i < R; ++i) q[i] = to_float(query[(R * lane + i) * queries.dim]) * scale * LOG2E;
-    Merged all;
-    const int count = span.packed_from + span.length - span.packed_to, stored = count - span.fresh;
-    if (span.fresh && at.split == at.splits - 1) {
-      Numbers<R, T> k[1], v[1];
-      const T *key = plain.fresh_keys.at(at.row, at.kv, 0), *value = plain.fresh_values.at(at.row, at.kv, 0);
-#pragma unroll
-      for (int i = 0; i < R; ++i) {
-        k[0].at[i] = key[(R * lane + i) * plain.fresh_keys.dim];
-        v[0].at[i] = value[(R * lane + i) * plain.fresh_values.dim];
-      }
-      if (h == 0) plain.put(at.row, at.kv, count - 1, lane, k[0], v[0]);
-      take_plain(all, q, k, v, 1);
-    }
-    for (int first = at.split; first < stored; first += TOGETHER * at.splits) {
-      Numbers<R, T> k[TOGETHER], v[TOGETHER];
-#pragma unroll
-      for (int u = 0; u < TOGETHER; ++u)
-        plain.get(span, at.row, at.kv, min(first + u * at.splits, stored - 1), lane, k[u], v[u]);
-      int there = 0;
-#pragma unroll
-      for (int u = 0; u < TOGETHER; ++u) there += first + u * at.splits < stored;
-      if (h == 0)
-#pragma unroll
-        for (int u = 0; u < TOGETHER; ++u)
-          if (u < there) plain.put(at.row, at.kv, first + u * at.splits, lane, k[u], v[u]);
-      take_plain(all, q, k, v, there);
-    }
+    Merged<D> all = plain.attend(span, at.row, at.kv, at.split, at.splits, q, h == 0, lane);
     if (lane == 0) part(shared, TILE_WARPS)[h] = make_float2(all.top, all.total);
     if (all.total == 0.f) return;
     const Numbers<R> signs = reinterpret_cast<const Numbers<R>*>(v_signs)[lane];
@@ -491,49 +441,24 @@ struct Fragments {
     reinterpret_cast<Numbers<R>*>(outputs(shared, TILE_WARPS) + h * S::ROW)[lane] = all.x;
   }
 
-  // Attends to the first `there` of N tokens.
-  template <int N>
-  static __device__ __forceinline__ void take_plain(Merged& all, const float (&q)[R], const Numbers<R, T> (&k)[N],
-                                                    const Numbers<R, T> (&v)[N], int there) {
-    float s[N], most = LOWEST;
-#pragma unroll
-    for (int u = 0; u < N; ++u) {
-      float x = 0.f;
-#pragma unroll
-      for (int i = 0; i < R; ++i) x += q[i] * to_float(k[u].at[i]);
-      x = warp_sum(x);
-      s[u] = u < there ? x : MASKED;
-      most = fmaxf(most, s[u]);
-    }
-    all.raise(most);
-#pragma unroll
-    for (int u = 0; u < N; ++u) {
-      const float p = exp2_fast(s[u] - all.top);
-      all.total += p;
-      all.add(p, v[u]);
-    }
-  }
-
   // All of a head: its parts in this block and, if this warp is the last one of its head, the other splits.
   __device__ __forceinline__ void conclude(const Block& at, unsigned char* shared, int h, int lane) const {
     const Numbers<R> signs = reinterpret_cast<const Numbers<R>*>(v_signs)[lane];  // needed last
-    Merged all = merge_parts(shared, h, lane);
+    Merged<D> all = merge_parts(shared, h, lane);
     if (at.splits > 1) {
-      const long long to = head_of(at, h) * at.splits + at.split;
-      reinterpret_cast<Numbers<R>*>(sums + to * D)[lane] = all.x;
-      if (lane == 0) extremes[to] = make_float2(all.top, all.total);
-      if (!is_last(counters + head_of(at, h), at.splits)) return;
-      all = merge_splits(head_of(at, h) * at.splits, at.splits, lane);
+      const Meeting<D> meeting{sums, extremes, counters};
+      if (!meeting.put_and_is_last(all, head_of(at, h), at.split, at.splits, lane)) return;
+      all = meeting.all(head_of(at, h), at.splits, lane);
     }
     finish(all, signs, at, h, lane);
   }
 
-  static __device__ __forceinline__ Merged merge_parts(unsigned char* shared, int h, int lane) {
+  static __device__ __forceinline__ Merged<D> merge_parts(unsigned char* shared, int h, int lane) {
     float2 of[PARTS];
     float above = LOWEST;
 #pragma unroll
     for (int w = 0; w < PARTS; ++w) of[w] = part(shared, w)[h], above = fmaxf(above, of[w].x);
-    Merged all;
+    Merged<D> all;
     all.top = above;
 #pragma unroll
     for (int w = 0; w < PARTS; ++w) {
@@ -545,40 +470,9 @@ struct Fragments {
     return all;
   }
 
-  // Counts this warp, whose numbers are written, and returns whether the others of its head have written theirs too.
-  static __device__ __forceinline__ bool is_last(u32* counter, int splits) {
-    bool last = false;
-    __syncwarp();
-    if (is_leader()) {
-      last = count_up(counter) == (u32)splits - 1;
-      if (last) *counter = 0;
-    }
-    return __any_sync(ALL, last);
-  }
-
-  __device__ __forceinline__ Merged merge_splits(long long from, int splits, int lane) const {
-    Merged all;
-    for (int first = 0; first < splits; first += AT_ONCE) {
-      // asked for before the maxima are known: one trip to memory instead of two
-      Numbers<R> x[AT_ONCE];
-#pragma unroll
-      for (int u = 0; u < AT_ONCE; ++u) {
-        x[u] = {};
-        if (first + u < splits) x[u] = reinterpret_cast<const Numbers<R>*>(sums + (from + first + u) * D)[lane];
-      }
-      float2 of = make_float2(LOWEST, 0.f);  // of split first + lane
-      if (lane < min(AT_ONCE, splits - first)) of = extremes[from + first + lane];
-      const float most = warp_most(of.x);
-      const float factor = all.raise(most) * exp2_fast(of.x - most);
-      all.total += warp_sum(factor * of.y);
-#pragma unroll
-      for (int u = 0; u < AT_ONCE; ++u) all.add(__shfl_sync(ALL, factor, u), x[u]);
-    }
-    return all;
-  }
-
   // Takes the learned sink in; then out of the stored basis, and into the caller's dtype.
-  __device__ __forceinline__ void finish(Merged& all, const Numbers<R>& signs, const Block& at, int h, int lane) const {
+  __device__ __forceinline__ void finish(Merged<D>& all, const Numbers<R>& signs, const Block& at, int h,
+                                         int lane) const {
     if (logits) all.total += all.raise(to_float(logits[at.kv * G + h]) * LOG2E);
     const float factor = __fdividef(rsqrtf((float)D), all.total);
     hadamard<R>(all.x.at, lane);

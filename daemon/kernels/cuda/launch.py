@@ -24,7 +24,6 @@ from daemon.policy.schemes import FP16, INT8, Codec
 Words = tuple[tuple[int, ...], ...]
 
 _SPAN_WORDS = 16  # an array of 8 bytes or fewer would live in memory that a GPU reads over PCIe
-_COUNTERS = 1024  # for the heads of all rows of a call
 _COUNTER_SETS = 256  # calls that may be under way at once
 
 
@@ -173,7 +172,8 @@ def fast(
     assert room is not None, "more rows than there are inputs for"
     kernel = variant.kernel(room, sinks=sinks is not None)
     keys, values = (queries, queries) if fresh is None else fresh
-    inputs = [queries, keys, values, plain, spans, layer.constants, next(_counter_sets()), *tiles]
+    counters = next(_counter_sets(plan.counters_for(rows * n_heads)))
+    inputs = [queries, keys, values, plain, spans, layer.constants, counters, *tiles]
     inputs += [tiles[0]] * (room - rows)
     if sinks is not None:
         inputs.append(sinks if sinks.dtype == dtype else sinks.astype(dtype))
@@ -276,7 +276,7 @@ def _words(rows: Words) -> np.ndarray[Any, np.dtype[np.int32]]:
 def on_device(numbers: np.ndarray[Any, Any]) -> mx.array:
     """Return *numbers* in memory of the GPU's own: what is made from the host's data is in memory that both share."""
     array = mx.array(numbers)
-    return array + mx.zeros_like(array)
+    return mx.zeros_like(array) + array  # in this order: a sum takes the memory of its first term
 
 
 # By identity: hashing a layout at every call would cost more than the rest of it.
@@ -412,9 +412,9 @@ def _nothing(dtype: mx.Dtype) -> mx.array:
 
 
 @cache
-def _counter_sets() -> cycle[mx.array]:
-    """Return counters for one call after another: a call under way must not share its own with another."""
-    sets = [mx.zeros((_COUNTERS,), dtype=mx.uint32) for _ in range(_COUNTER_SETS)]
+def _counter_sets(counters: int) -> cycle[mx.array]:
+    """Return that many counters for one call after another: a call under way must not share its own with another."""
+    sets = [mx.zeros((counters,), dtype=mx.uint32) for _ in range(_COUNTER_SETS)]
     mx.eval(sets)
     return cycle(sets)
 

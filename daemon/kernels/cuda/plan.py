@@ -23,6 +23,8 @@ TILE_WARPS = 8
 PLAIN_WARPS = 4
 THREADS = 32 * (TILE_WARPS + PLAIN_WARPS)
 
+_FEWEST_COUNTERS = 1024
+
 SCAN_ROWS = 16
 SCAN_THREADS = 256
 
@@ -80,6 +82,11 @@ def fast_splits(n_kv_heads: int, tiles: Sequence[int]) -> int:
     most = max(tiles)
     even = MULTIPROCESSORS * most // (n_kv_heads * max(1, sum(tiles)))
     return max(1, min(even, MULTIPROCESSORS // n_kv_heads, -(-most // TILE_WARPS)))
+
+
+def counters_for(heads: int) -> int:
+    """Return how many counters a call gets for the *heads* of all its rows: one each, in few different sizes."""
+    return max(_FEWEST_COUNTERS, 1 << (heads - 1).bit_length())
 
 
 def scan_blocks(grouped: int, queries: int) -> int:

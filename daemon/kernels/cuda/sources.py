@@ -18,7 +18,7 @@ from daemon.kernels.cuda import plan
 
 FOLDER = Path(__file__).parent
 
-_FAST_FILES = ("common", "hopper", "decode", "mean", "plain", "fragments")
+_FAST_FILES = ("common", "hopper", "decode", "mean", "head", "plain", "fragments")
 _SCAN_FILES = ("common", "codes", "scan")
 
 # What a block of the fast kernel has is its own: without bounds the compiler would spare registers for more threads.
