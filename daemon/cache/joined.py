@@ -173,11 +173,15 @@ class Joined:
         sinks = min(self._sinks, stored)
         begin = sinks + span.left
         end = begin + stored - max(span.packed_to, sinks)
-        k, v = (self._part(side, index, sinks, begin, end) for side in (0, 1))
+        own = self._plain  # of a single row, or a copy: a slice would keep the others' alive
+        if len(self._spans) > 1:
+            own = mx.take(own, mx.array([index]), axis=0)
+        k, v = (self._part(own[0, side], side, index, sinks, begin, end) for side in (0, 1))
         return k, v
 
-    def _part(self, side: int, index: int, sinks: int, begin: int, end: int) -> RawSide:
-        tokens = self._plain[index, side]
+    def _part(
+        self, tokens: mx.array, side: int, index: int, sinks: int, begin: int, end: int
+    ) -> RawSide:
         tail = [tokens[:, begin:end]] if end > begin else []
         head = tokens[:, :sinks] if sinks else None
         if self._fresh is not None:

@@ -25,6 +25,11 @@ def written(buffer: mx.array, part: mx.array, at: int) -> mx.array:
     return out
 
 
+def copied(x: mx.array, start: int, end: int) -> mx.array:
+    """Return the tokens *start* to *end* of *x* (H, n, …) in memory of their own: a slice would keep all of *x* alive."""
+    return mx.take(x, mx.arange(start, end), axis=1)
+
+
 @dataclass(frozen=True, slots=True)
 class RowState:
     """What a row holds, apart from its policy.
@@ -80,7 +85,8 @@ class FullPrecision:
             return
         missing = self._sink_tokens - self._head_count
         if missing > 0:
-            sinks, x = x[:, :missing], x[:, missing:]
+            sinks = copied(x, 0, missing) if x.shape[1] > missing else x
+            x = x[:, missing:]
             self._head = (
                 sinks if self._head is None else mx.concatenate([self._head, sinks], axis=1)
             )
@@ -91,8 +97,13 @@ class FullPrecision:
     def take(self, count: int) -> mx.array:
         """Remove and return the oldest *count* tail tokens."""
         assert self._tail is not None
-        taken = self._tail[:, :count]
-        self._tail = self._tail[:, count:] if count < self._tail.shape[1] else None
+        taken, there = self._tail[:, :count], self._tail.shape[1]
+        if count == there:
+            self._tail = None
+        elif count > there - count:  # of a prompt: the rest is little
+            self._tail = copied(self._tail, count, there)
+        else:
+            self._tail = self._tail[:, count:]
         return taken
 
     def keep(self, length: int, *, packed: int) -> None:

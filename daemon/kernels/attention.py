@@ -7,6 +7,7 @@ whatever they refuse or get wrong goes to the reference, and the choice remember
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache, partial
 from typing import Protocol
 
@@ -112,6 +113,11 @@ class Attention:
             problem = partial(step_proof.problem, self._stepping, case, room)
             self._step_choices[case, room] = choose(self._backend, None, problem)
         return self._step_choices[case, room]
+
+    @property
+    def step_choices(self) -> Mapping[tuple[Case, int], Choice]:
+        """What takes decode steps, by case and rows that there is room for, as far as it has been asked for."""
+        return self._step_choices
 
     def _choose(self, kernels: Kernels, case: Case) -> Choice:
         problem = partial(proof.problem, kernels, case)

@@ -238,7 +238,7 @@ def main() -> None:
                 data = {"machine": about, "results": [asdict(result) for result in results]}
                 options.json.write_text(json.dumps(data, indent=1) + "\n")
     print(table(results))
-    for (case, room), choice in on_this_device()._step_choices.items():
+    for (case, room), choice in on_this_device().step_choices.items():
         print(f"steps of up to {room} rows of {case}: {choice.backend} {choice.reason or ''}")
 
 

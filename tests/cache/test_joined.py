@@ -346,3 +346,24 @@ def test_a_batch_that_nobody_holds_is_freed_at_once() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_a_row_taken_out_of_a_batch_does_not_keep_the_others_in_memory() -> None:
+    pair = Pair(FakeStepping())
+    pair.extend(10)
+    pair.step()  # what is made once for the process
+    del pair
+    gc.collect()
+    before = mx.get_active_memory()
+    pair = Pair(FakeStepping())
+    for _ in range(8):
+        pair.extend(400)
+    pair.step()
+    mx.eval(pair.batch.state)
+    taken = pair.batch.extract(3)
+    mx.eval(taken.state)
+    del pair
+    gc.collect()
+
+    assert taken.offset == 401
+    assert mx.get_active_memory() - before < 2 * taken.nbytes

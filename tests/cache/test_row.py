@@ -388,3 +388,19 @@ def test_a_fold_writes_into_the_buffer_that_nobody_else_holds() -> None:
 
     assert max(map(len, places.values())) > 4
     assert all(len(set(seen)) == 1 for seen in places.values())
+
+
+@pytest.mark.parametrize("scheme", ["turbo4v4", "turbo0v4", "fp16"])
+def test_a_prompt_that_is_packed_leaves_nothing_of_itself_in_memory(scheme: str) -> None:
+    """Sinks and tail are a few tokens of chunks of hundreds, which they must not keep alive."""
+    row = Row(parse_scheme(scheme), sink_tokens=4, tail_tokens=32)
+    before = mx.get_active_memory()
+    for seed in range(3):
+        keys, values = (side.astype(mx.float16) for side in tokens(512, seed=seed))
+        row.append(keys, values)
+        mx.eval(row.arrays)
+        del keys, values
+    row.pack()
+    mx.eval(row.arrays)
+
+    assert mx.get_active_memory() - before < 1.1 * row.nbytes + 65536

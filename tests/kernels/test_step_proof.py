@@ -105,3 +105,4 @@ def test_each_room_proves_itself_once() -> None:
         attention.step_choice(CASE, rows)
 
     assert stepping.calls == [1, 3]
+    assert set(attention.step_choices) == {(CASE, 1), (CASE, 8)}
