@@ -42,7 +42,7 @@ _Kernel = Callable[..., list[mx.array]]
 def refusal(case: Case) -> str | None:
     """Return why these kernels cannot do *case*, in words for the status; None: they can."""
     for kind in (case.k, case.v):
-        if kind.affine:
+        if kind.affine or kind.trellis:
             return f"Metal kernels do not read {kind.name}"
     for dim in (case.dim_k, case.dim_v):
         if dim not in _DIMS:
@@ -151,7 +151,7 @@ def attend(
 def encoding_refusal(layout: TileLayout) -> str | None:
     """Return why these kernels cannot encode into *layout*; None: they can."""
     for kind, dim in ((layout.k, layout.dim_k), (layout.v, layout.dim_v)):
-        if kind.affine:
+        if kind.affine or kind.trellis:
             return f"Metal kernels do not write {kind.name}"
         if dim > _DIMS[-1] or dim % 16:
             return f"Metal kernels do not encode vectors of {dim} values"

@@ -253,6 +253,7 @@ def test_the_reference_agrees_on_every_case() -> None:
 
 REFUSED = {
     "affine8": (case("turbo4v4", k=AFFINE8, v=AFFINE8), "do not read affine8"),
+    "trellis3": (case("turbo4v3t"), "do not read trellis3"),
     "a head_dim": (case("turbo4v4", 112), "64, 80, 96, 128, 192, 256 values, not 112"),
     "many queries": (case("turbo4v4", queries=9), "8 query tokens at a time, not 9"),
     "uneven heads": (case("turbo4v4", n_heads=5), "5 query heads are no multiple of 2 KV heads"),
