@@ -18,7 +18,7 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
-from daemon.kernels import codebook, codec
+from daemon.kernels import codebook, codec, trellis
 from daemon.kernels.case import Case
 from daemon.kernels.keys import KeyTransform, Rotary
 from daemon.kernels.packing import TILE, TileLayout
@@ -42,7 +42,7 @@ _Kernel = Callable[..., list[mx.array]]
 def refusal(case: Case) -> str | None:
     """Return why these kernels cannot do *case*, in words for the status; None: they can."""
     for kind in (case.k, case.v):
-        if kind.affine or kind.trellis:
+        if kind.affine:
             return f"Metal kernels do not read {kind.name}"
     for dim in (case.dim_k, case.dim_v):
         if dim not in _DIMS:
@@ -127,6 +127,8 @@ def attend(
             ("DIM_V", layout.dim_v),
             ("K_HALF_BITS", _half_bits(layout.k)),
             ("V_HALF_BITS", _half_bits(layout.v)),
+            ("K_TRELLIS", layout.dim_k if layout.k.trellis else 0),
+            ("V_TRELLIS", layout.dim_v if layout.v.trellis else 0),
             ("QUERIES", at_once),
             ("MASK", 0 if mask is None else 1 if mask.dtype == mx.bool_ else 2),
             ("ROTARY", bias.pairs > 0),
@@ -290,7 +292,9 @@ def _sizes(*numbers: int) -> mx.array:
 
 @cache
 def _centroids(kind: Codec, dim: int) -> mx.array:
-    """Return the centroids by code, and zeros up to 32."""
+    """Return the centroids by code, or the step of a trellis, and zeros up to 32."""
+    if kind.trellis:
+        return _filled([trellis.STEP], 32)
     return _filled([] if kind in (FP16, INT8) else codebook.centroids(kind.bits, dim), 32)
 
 

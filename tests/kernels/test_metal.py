@@ -46,7 +46,9 @@ def combinations() -> list[Case]:
         {"queries": 7, "dtype": mx.float32, "mask": "additive", "learned_sinks": True},
     ])  # fmt: skip
     found = []
-    for k, v in product(["8", "5", "4", "3.5", "3", "2", "0"], ["8", "4", "3.5", "3", "2", "0"]):
+    for k, v in product(
+        ["8", "5", "4", "3.5", "3t", "3", "2", "0"], ["8", "4", "3.5", "3t", "3", "2", "0"]
+    ):
         scheme = "int8" if k == v == "8" else f"turbo{k}v{v}"
         if scheme == "turbo0v0":
             continue
@@ -253,7 +255,6 @@ def test_the_reference_agrees_on_every_case() -> None:
 
 REFUSED = {
     "affine8": (case("turbo4v4", k=AFFINE8, v=AFFINE8), "do not read affine8"),
-    "trellis3": (case("turbo4v3t"), "do not read trellis3"),
     "a head_dim": (case("turbo4v4", 112), "64, 80, 96, 128, 192, 256 values, not 112"),
     "many queries": (case("turbo4v4", queries=9), "8 query tokens at a time, not 9"),
     "uneven heads": (case("turbo4v4", n_heads=5), "5 query heads are no multiple of 2 KV heads"),

@@ -52,6 +52,11 @@ def sinking() -> bool:
     return right(small("turbo5v2", 520, queries=2, **changes))
 
 
+def trellis() -> bool:
+    """With vectors of several lanes, so that codes have others before them in the same lane, in another, and at the end."""
+    return right(small("turbo3tv3t"))
+
+
 def encoding() -> bool:
     kinds = SCHEMES["turbo3v3.5"]
     layout = TileLayout(kinds.k, kinds.v, 80, 64)
@@ -102,6 +107,13 @@ MUTANTS: list[tuple[Probe, str, str, str]] = [
     (masked, "codes", "group[4 + quarter / 2]", "group[4]"),
     (sinking, "codes", "& 3u) << shift", "& 1u) << shift"),
     (sinking, "codes", "16 * half_group", "8 * half_group"),
+    (trellis, "codes", "first % TRELLIS ?", "true ?"),
+    (trellis, "codes", "first + TRELLIS - 1", "first"),
+    (trellis, "codes", "words, before - 1", "words, before"),
+    (trellis, "codes", "twice = once;", ""),
+    (trellis, "codes", "& 1u) << 2)", "& 1u) << 1)"),
+    (trellis, "codes", "at / 16 % 2", "0"),
+    (trellis, "codes", "max(distance, 32)", "max(distance, 31)"),
     (sinking, "merge", BARRIER, ""),
     (sinking, "merge", "block < rotated_blocks", "block <= rotated_blocks"),
     (sinking, "merge", "largest = simd_max(largest);", ""),
@@ -132,7 +144,9 @@ def forget() -> None:
 
 
 @pytest.mark.usefixtures("_checked")
-@pytest.mark.parametrize("probe", [rotary, masked, sinking, encoding], ids=lambda p: p.__name__)
+@pytest.mark.parametrize(
+    "probe", [rotary, masked, sinking, trellis, encoding], ids=lambda p: p.__name__
+)
 def test_the_kernels_as_they_are_pass(probe: Probe) -> None:
     assert probe()
 
