@@ -1,11 +1,11 @@
 """Trellis-coded vectors: codes of 3 bits that choose among levels which the two codes before them select.
 
 A value is one of 88 levels. Code c after c₁, before which came c₂, is level q = 8·c + (13·c₁ + 8·c₂ + 16) mod 32:
-the codes before shift a window of eight levels over all of them, so that neighbours resolve together
-what 3 bits alone cannot. Before the first code of a vector comes its last one. This is trellis-coded quantization (Marcellin
-& Fischer 1990) with a shift register for a trellis (QTIP, arXiv 2406.11235). Levels lie on the int8 grid
-of kernels.codebook, ±(m + ½)·λ, and m is made by adding and comparing bytes: no backend needs a
-table. ADR 19 tells how it was found and what it gains.
+the codes before shift a comb of eight levels over all of them, so that neighbours resolve together
+what 3 bits alone cannot. Before the first code of a vector comes its last one. This is trellis-coded
+quantization (Marcellin & Fischer 1990) with a shift register for a trellis (QTIP, arXiv 2406.11235). The
+levels lie on the int8 grid of kernels.codebook, ±(m + ½)·λ, and m is made by adding and comparing bytes:
+no backend needs a table. ADR 19 tells how it was found and what it gains.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FRACTION = 0.5
 _LEVELS = 88
 _CODES = 8
 _STATES = 32  # what the codes before can be: the low two bits of one, then all three of the next
-_TURN = 13  # of the window, for a step of c₁
+_TURN = 13  # of the shift, for a step of c₁
 _START = 16
 _BENDS = (13, 32)  # levels from the middle after which they lie further apart
 
@@ -76,8 +76,8 @@ def _number(words: mx.array, before: mx.array) -> mx.array:
     once = (words << 8) | (before >> 56)
     twice = (words << 16) | (before >> 48)
     # no sum of bytes exceeds 255
-    window = (once * _TURN + (twice << 3) + _START * 0x0101010101010101) & 0x1F1F1F1F1F1F1F1F
-    return (words << 3) + window
+    shift = (once * _TURN + (twice << 3) + _START * 0x0101010101010101) & 0x1F1F1F1F1F1F1F1F
+    return (words << 3) + shift
 
 
 _numbers = fused(_number)
@@ -121,7 +121,7 @@ def _way(distances: mx.array, steps: range, seam: mx.array | None) -> list[mx.ar
     cost = names if seam is None else mx.where(names == seam, 0, _UNREACHED) | names
     best: list[mx.array] = []
     for step in steps:
-        # rows are windows, ascending: code c of window w has level 8·c + w
+        # rows are shifts, ascending: code c at shift s has level 8·c + s
         branches = mx.as_strided(
             distances,
             (_STATES, _CODES, count),
@@ -129,7 +129,7 @@ def _way(distances: mx.array, steps: range, seam: mx.array | None) -> list[mx.ar
             step % dim * _LEVELS * count,
         )
         branches = branches + cost[:, None]
-        # the next state knows two bits of the code before, which are the window modulo 4
+        # the next state knows two bits of the code before, which are the shift modulo 4
         best.append(mx.min(branches.reshape(8, _STATES, count), axis=0))
         cost = _renamed(mx.take(best[-1], order, axis=0), names)
     state = mx.argmin(best[-1], axis=0, keepdims=True) if seam is None else seam
@@ -142,7 +142,7 @@ def _way(distances: mx.array, steps: range, seam: mx.array | None) -> list[mx.ar
 
 @cache
 def _order() -> mx.array:
-    """Return the states in the order of their windows: 13·(8·c₂ + c₁) + 16, modulo 32."""
+    """Return the states in the order of their shifts: 13·(8·c₂ + c₁) + 16, modulo 32."""
     return mx.array(np.argsort((np.arange(_STATES) * _TURN + _START) % _STATES).astype(np.int32))
 
 

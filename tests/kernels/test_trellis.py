@@ -43,8 +43,8 @@ def coded_slowly(u: Float, last: tuple[int, int]) -> Codes:
     cost = np.where(alike, 0.0, np.inf)
     back = []
     for value in u:
-        window = (13 * once + 8 * twice + 16) % 32
-        error = cost[:, None] + (value - levels[8 * np.arange(8) + window[:, None]]) ** 2
+        shift = (13 * once + 8 * twice + 16) % 32
+        error = cost[:, None] + (value - levels[8 * np.arange(8) + shift[:, None]]) ** 2
         by_pair = error.reshape(8, 8, 8)  # once, twice, code
         back.append(by_pair.argmin(axis=1))
         cost = by_pair.min(axis=1).T.reshape(-1)  # code, once
