@@ -153,7 +153,7 @@ def attend(
 def encoding_refusal(layout: TileLayout) -> str | None:
     """Return why these kernels cannot encode into *layout*; None: they can."""
     for kind, dim in ((layout.k, layout.dim_k), (layout.v, layout.dim_v)):
-        if kind.affine or kind.trellis:
+        if kind.affine:
             return f"Metal kernels do not write {kind.name}"
         if dim > _DIMS[-1] or dim % 16:
             return f"Metal kernels do not encode vectors of {dim} values"
@@ -195,6 +195,8 @@ def tiles(
             ("DIM_V", layout.dim_v),
             ("K_HALF_BITS", _half_bits(layout.k)),
             ("V_HALF_BITS", _half_bits(layout.v)),
+            ("K_TRELLIS", layout.k.trellis),
+            ("V_TRELLIS", layout.v.trellis),
         ],
         grid=(256, n_tiles, n_kv),
         threadgroup=(256, 1, 1),
@@ -301,7 +303,8 @@ def _centroids(kind: Codec, dim: int) -> mx.array:
 @cache
 def _thresholds(kind: Codec, dim: int) -> mx.array:
     """Return the thresholds between the centroids that are not negative, and zeros up to 16."""
-    return _filled([] if kind in (FP16, INT8) else codebook.thresholds(kind.bits, dim), 16)
+    plain = kind in (FP16, INT8) or kind.trellis
+    return _filled([] if plain else codebook.thresholds(kind.bits, dim), 16)
 
 
 def _filled(values: Sequence[float] | codebook.Float, size: int) -> mx.array:
@@ -327,7 +330,7 @@ def _attend() -> _Kernel:
             "negligible",
         ),
         outputs=("sums", "states"),
-        header=_source("codes"),
+        header=_source("trellis") + _source("codes"),
     )  # fmt: skip
 
 
@@ -345,7 +348,7 @@ def _encode() -> _Kernel:
             "old",
         ),
         outputs=("tiles",),
-        header=_source("vectors"),
+        header=_source("trellis") + _source("vectors"),
     )  # fmt: skip
 
 

@@ -37,8 +37,7 @@ _UNREACHED = 1 << 30
 _FAR = 8.0  # beyond it the last level is the nearest, whatever the codes
 _SEAM = 16  # codes on either side of a vector's first one that decide on the state there
 
-# vectors whose ways are sought together: on a CPU (in its caches), elsewhere
-_BLOCK = {True: 256, False: 2048}
+_BLOCK = 768  # vectors whose ways are sought together: fewer cost more in calls, more do not stay in a CPU's caches
 
 
 def grid(codes: mx.array) -> mx.array:
@@ -54,10 +53,9 @@ def encode(u: mx.array) -> mx.array:
     It is the least of all that begin in the same state.
     """
     flat = u.reshape(-1, u.shape[-1])
-    size = _BLOCK[mx.default_device() == mx.Device(mx.cpu)]
     parts: list[mx.array] = []
-    for at in range(0, flat.shape[0], size):
-        block = flat[at : at + size]
+    for at in range(0, flat.shape[0], _BLOCK):
+        block = flat[at : at + _BLOCK]
         if parts:  # MLX would compute blocks side by side, and hold the costs of all
             (block,) = mx.depends([block], parts[-1:])
         parts.append(_encode(block))
@@ -99,7 +97,7 @@ def _encode(u: mx.array) -> mx.array:
     """Return the codes of *u* (N, D)."""
     dim = u.shape[1]
     # what is computed for all vectors lies side by side
-    columns = mx.contiguous(mx.clip(u, -_FAR, _FAR).T)
+    columns = mx.contiguous(mx.clip(mx.nan_to_num(u), -_FAR, _FAR).T)
     distances = _distances(columns[:, None] - _heights())
     near = min(_SEAM, dim)
     seam = _way(distances, range(-near, near), None)[near - 1]

@@ -7,14 +7,6 @@ METAL_FUNC uint code_of_3_bits(const device uint* words, uint at) {
   return (low & 3u) | (((group[2] >> (at % 32)) & 1u) << 2);
 }
 
-// The level of a code of a trellis, in steps, after the codes once and twice before it (daemon/kernels/trellis.py).
-METAL_FUNC float trellis_level(uint code, uint once, uint twice) {
-  int q = 8 * code + ((13 * once + 8 * twice + 16) & 31u);
-  int distance = q < 44 ? 43 - q : q - 44;
-  float magnitude = float(2 * distance + max(distance, 13) + max(distance, 32) - 45) + 0.5f;
-  return q < 44 ? -magnitude : magnitude;
-}
-
 // Values of codes first … first + 15 of a side's code words; first is a multiple of 16. HALF_BITS is twice the width
 // of a code: 16 are the bytes of int8, the others index the centroids in table. TRELLIS: the values of a vector whose
 // codes form a trellis, with its step in table; 0: they do not.
@@ -58,12 +50,10 @@ METAL_FUNC void read_packed(
   if (HALF_BITS & 2) {
     planes[3] = group[0] >> (16 * half_group);
   }
-  uint once = 0;
-  uint twice = 0;
+  uint state = 0;
   if (TRELLIS) {  // before a vector's first code comes its last one
     uint before = first % TRELLIS ? first - 1 : first + TRELLIS - 1;
-    once = code_of_3_bits(words, before);
-    twice = code_of_3_bits(words, before - 1);
+    state = 8 * code_of_3_bits(words, before - 1) + code_of_3_bits(words, before);
   }
   for (uint i = 0; i < 16; i++) {
     uint code = 0;
@@ -80,9 +70,8 @@ METAL_FUNC void read_packed(
       code |= ((planes[3] >> i) & 1u) << shift;
     }
     if (TRELLIS) {
-      values[i] = trellis_level(code, once, twice) * table[0];
-      twice = once;
-      once = code;
+      values[i] = trellis_level(code, state) * table[0];
+      state = 8 * state + code;
     } else {
       values[i] = table[code];
     }
