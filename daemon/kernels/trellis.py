@@ -5,7 +5,7 @@ the codes before shift a comb of eight levels over all of them, so that neighbou
 what 3 bits alone cannot. Before the first code of a vector comes its last one. This is trellis-coded
 quantization (Marcellin & Fischer 1990) with a shift register for a trellis (QTIP, arXiv 2406.11235). The
 levels lie on the int8 grid of kernels.codebook, ±(m + ½)·λ, and m is made by adding and comparing bytes:
-no backend needs a table. ADR 19 tells how it was found and what it gains.
+no backend needs a table. ADR 21 tells how it was found and what it gains.
 """
 
 from __future__ import annotations

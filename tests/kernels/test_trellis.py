@@ -146,7 +146,7 @@ def test_values_beyond_all_levels_get_the_last_one() -> None:
     assert np.abs(np.delete(numbers[1], 200)).max() < 40
 
 
-# relative error 1 − cos² of Gaussian vectors, the table of ADR 19
+# relative error 1 − cos² of Gaussian vectors, the table of ADR 21
 @pytest.mark.parametrize(("dim", "expected"), [(64, 0.0208), (128, 0.0211)])
 def test_the_error_is_the_one_that_was_measured(dim: int, expected: float) -> None:
     x = mx.array(vectors(1500, dim).astype(np.float32))[None]
