@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 from daemon.cache.row import Row
 from daemon.cache.side import RowState
-from daemon.kernels import codebook
+from daemon.kernels import codebook, trellis
 from daemon.kernels.packing import LAYOUT_VERSION, TILE
 from daemon.kernels.rotation import SEED_VERSION
 from daemon.policy.schemes import INT8, Codec
@@ -23,7 +23,7 @@ class Facts(BaseModel):
 
 
 class SideFacts(Facts):
-    """How the keys, or the values, of a row are stored; *codebook* is a hash of the centroids."""
+    """How the keys, or the values, of a row are stored; *codebook* is a hash of the centroids or levels."""
 
     codec: str
     bits: float
@@ -132,9 +132,8 @@ def row_facts(row: Row, state: RowState, *, latent: bool = False) -> RowFacts:
 def _side_facts(codec: Codec, dim: int, dtype: str) -> SideFacts:
     pin = None
     if codec.rotated and codec != INT8 and dim:
-        pin = hashlib.sha256(
-            codebook.centroids(codec.bits, dim).astype("<f8").tobytes()
-        ).hexdigest()
+        values = trellis.levels() if codec.trellis else codebook.centroids(codec.bits, dim)
+        pin = hashlib.sha256(values.astype("<f8").tobytes()).hexdigest()
     return SideFacts(
         codec=codec.name,
         bits=codec.bits,
