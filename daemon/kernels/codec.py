@@ -13,7 +13,7 @@ and a bias for each group of values, x ≈ S_g·c + B_g.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
@@ -31,6 +31,9 @@ _TINY = 1e-30
 # threshold. These few find nearly all there is to gain (ADR 11).
 STRETCHES = (1.0, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.2)
 
+Rounding = Callable[[mx.array, float], tuple[mx.array, mx.array]]
+"""A way to choose codes, under the contract of closest."""
+
 
 def rotate(x: mx.array, codec: Codec, side: Side) -> mx.array:
     """Return the vectors *x* in the basis in which *codec* stores them, in float32 unless that is their own."""
@@ -42,13 +45,46 @@ def unrotate(y: mx.array, codec: Codec, side: Side) -> mx.array:
     return rotation.unrotate(y, side) if codec.rotated else y
 
 
-def encode(x: mx.array, codec: Codec, side: Side) -> tuple[mx.array, mx.array]:
+def closest(u: mx.array, bits: float) -> tuple[mx.array, mx.array]:
+    """Return the codes c, of those that u times each of STRETCHES rounds to, with the smallest angle to u; and ⟨u, c⟩.
+
+    Args:
+        u: float32 (..., D), of length √D.
+        bits: the width of the codes.
+
+    Returns:
+        uint8 (..., D) and float32 (...).
+    """
+    dim = u.shape[-1]
+    quantize, on_grid = _quantizer(bits, dim), _grid_of(bits)
+    codes = overlap = cosine = None
+    for stretch in STRETCHES:
+        these = quantize(u * stretch)
+        c = on_grid(these).view(mx.int8).astype(mx.float32) + codebook.fraction(bits)
+        along = mx.sum(u * c, axis=-1)
+        square = along * along / mx.maximum(mx.sum(c * c, axis=-1), _TINY)
+        if codes is None or overlap is None or cosine is None:
+            codes, overlap, cosine = these, along, square
+            continue
+        better = square > cosine
+        codes = mx.where(better[..., None], these, codes)
+        overlap = mx.where(better, along, overlap)
+        cosine = mx.where(better, square, cosine)
+    assert codes is not None
+    assert overlap is not None
+    return codes, overlap * codebook.step(bits, dim)
+
+
+def encode(
+    x: mx.array, codec: Codec, side: Side, rounding: Rounding = closest
+) -> tuple[mx.array, mx.array]:
     """Return the codes and scales of *x*.
 
     Args:
         x: vectors of shape (..., T, D), any float dtype.
         codec: any but fp16.
         side: `k` or `v`; each has a rotation of its own.
+        rounding: what chooses the codes of a codebook.
 
     Returns:
         codes of shape (..., T, D), uint8 (int8's are two's complement), and float16 scales of shape
@@ -59,7 +95,7 @@ def encode(x: mx.array, codec: Codec, side: Side) -> tuple[mx.array, mx.array]:
         return _encode_affine(z, codec)
     if codec == INT8:
         return _encode_int8(z)
-    return _encode_turbo(z, codec.bits)
+    return _encode_turbo(z, codec.bits, rounding)
 
 
 def decode(codes: mx.array, scales: mx.array, codec: Codec) -> tuple[mx.array, mx.array]:
@@ -133,40 +169,14 @@ def _encode_int8(z: mx.array) -> tuple[mx.array, mx.array]:
     return mx.clip(codes, -127, 127).astype(mx.int8).view(mx.uint8), scales
 
 
-def _encode_turbo(z: mx.array, bits: float) -> tuple[mx.array, mx.array]:
+def _encode_turbo(z: mx.array, bits: float, rounding: Rounding) -> tuple[mx.array, mx.array]:
     dim = z.shape[-1]
     norm = mx.sqrt(mx.sum(z * z, axis=-1, keepdims=True))
     u = z * (dim**0.5 / mx.maximum(norm, _TINY))
-    codes, overlap = _closest(u, bits)
+    codes, overlap = rounding(u, bits)
     # ‖z‖²/⟨z, c⟩ with z = u·‖z‖/√d is √d·‖z‖/⟨u, c⟩: one fewer square, so no overflow at large norms
     scales = dim**0.5 * norm[..., 0] / mx.maximum(overlap, _TINY)
     return codes, _fp16(mx.where(norm[..., 0] > _TINY, scales, 0.0))
-
-
-def _closest(u: mx.array, bits: float) -> tuple[mx.array, mx.array]:
-    """Return the codes c with the smallest angle between u and c, and ⟨u, c⟩."""
-    if packing.on_cuda():
-        from daemon.kernels.cuda import rounding  # its package imports this module
-
-        return rounding.closest(u, bits, STRETCHES)
-    dim = u.shape[-1]
-    quantize, on_grid = _quantizer(bits, dim), _grid_of(bits)
-    codes = overlap = cosine = None
-    for stretch in STRETCHES:
-        these = quantize(u * stretch)
-        c = on_grid(these).view(mx.int8).astype(mx.float32) + codebook.fraction(bits)
-        along = mx.sum(u * c, axis=-1)
-        square = along * along / mx.maximum(mx.sum(c * c, axis=-1), _TINY)
-        if codes is None or overlap is None or cosine is None:
-            codes, overlap, cosine = these, along, square
-            continue
-        better = square > cosine
-        codes = mx.where(better[..., None], these, codes)
-        overlap = mx.where(better, along, overlap)
-        cosine = mx.where(better, square, cosine)
-    assert codes is not None
-    assert overlap is not None
-    return codes, overlap * codebook.step(bits, dim)
 
 
 def _fp16(scales: mx.array) -> mx.array:
