@@ -8,15 +8,17 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import mlx.core as mx
 
-from daemon.kernels import codec, packing
+from daemon.kernels import codec, encode, packing
 from daemon.kernels.attention import Attention, on_this_device
+from daemon.kernels.backend import Choice
 from daemon.kernels.case import Case
 from daemon.kernels.packing import TILE, Packed, TileLayout
 from daemon.kernels.stored import RawSide, Stored
-from daemon.policy.schemes import FP16, SCHEMES, Codec
+from daemon.policy.schemes import FP16, SCHEMES, Codec, Scheme
 
 CONTEXTS = (2048, 8192, 32768)  # tokens
 TIMED = ("int8", "turbo8v4", "turbo4v4", "turbo4v3", "turbo0v4")
@@ -30,7 +32,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What runs one case on this device; *reason*: why not the device's kernels."""
+    """What attends in one case, or packs in one layout, on this device; *reason*: why not the device's kernels."""
 
     case: str
     backend: str
@@ -60,6 +62,7 @@ class KernelReport:
     device: str
     mlx: str
     agreements: tuple[Agreement, ...]
+    packing: tuple[Agreement, ...]
     timings: tuple[Timing, ...]
 
     def as_json(self) -> dict[str, object]:
@@ -89,11 +92,12 @@ def run(
     """
     attention = attention or on_this_device()
     shape = base or _llama()
-    agreements = []
-    for case in every_case() if cases is None else cases:
-        say(f"comparing: {case}")
-        choice = attention.choice(case)
-        agreements.append(Agreement(str(case), choice.backend, choice.reason, choice.failed))
+    asked = list(every_case() if cases is None else cases)
+    agreements = [_agreement(str(case), partial(attention.choice, case), say) for case in asked]
+    layouts = dict.fromkeys(
+        packing.native_layout(case.k, case.v, case.dim_k, case.dim_v) for case in asked
+    )
+    packed = [_agreement(_named(it), partial(encode.choice, it), say) for it in layouts]
     timings = []
     for tokens in contexts:
         for name in schemes:
@@ -101,7 +105,11 @@ def run(
             kinds = SCHEMES[name]
             timings.append(_timing(attention, replace(shape, k=kinds.k, v=kinds.v), name, tokens))
     return KernelReport(
-        _device(), importlib.metadata.version("mlx"), tuple(agreements), tuple(timings)
+        _device(),
+        importlib.metadata.version("mlx"),
+        tuple(agreements),
+        tuple(packed),
+        tuple(timings),
     )
 
 
@@ -126,6 +134,16 @@ def every_case() -> Iterator[Case]:
     yield replace(base, scaled_keys=True)
     yield replace(base, scaled_keys=True, key_mean="constant")
     yield replace(base, scaled_keys=True, key_mean="rotary")
+
+
+def _agreement(name: str, choose: Callable[[], Choice], say: Say) -> Agreement:
+    say(f"comparing: {name}")
+    choice = choose()
+    return Agreement(name, choice.backend, choice.reason, choice.failed)
+
+
+def _named(layout: TileLayout) -> str:
+    return f"packing {Scheme(layout.k, layout.v).name}, {layout.dim_k}/{layout.dim_v} values"
 
 
 def _llama() -> Case:
@@ -170,7 +188,7 @@ def _timing(attention: Attention, case: Case, name: str, tokens: int) -> Timing:
 
 def _stored(case: Case, tokens: int) -> Stored:
     """Return *tokens* random tokens, some sinks and a tail in full precision."""
-    layout = TileLayout(case.k, case.v, case.dim_k, case.dim_v)
+    layout = packing.native_layout(case.k, case.v, case.dim_k, case.dim_v)
     packed_to = (tokens - _TAIL) // TILE * TILE
     sides = [_side(case, kind, dim, tokens, packed_to) for kind, dim in _kinds(case)]
     (k, k_codes), (v, v_codes) = sides
