@@ -95,7 +95,8 @@ def runtime() -> Path:
 _FAR_CAST = re.compile(r"\(\s*(?:const\s+)?\w[\w<>, ]*\s*\*+\s*\)")
 
 
-def lint(source: str) -> list[str]:
+@cache
+def lint(source: str) -> tuple[str, ...]:
     """Return what is wrong with the address spaces in the C++ text *source*, one line each."""
     body = source.split("#line 200000")[0]
     command = [
@@ -109,7 +110,7 @@ def lint(source: str) -> list[str]:
         for cast in _FAR_CAST.findall(body)
         if not re.search(r"\b(device|constant|threadgroup|thread)\b", cast)
     ]
-    return [line for line in done.stderr.splitlines() if " error: " in line] + casts
+    return (*(line for line in done.stderr.splitlines() if " error: " in line), *casts)
 
 
 def _precompiled_header(mode: str) -> Path:

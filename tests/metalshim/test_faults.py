@@ -190,7 +190,7 @@ def test_the_lint_accepts_pointers_that_name_their_space() -> None:
         + BARRIER
         + "out[i] = s[i];"
     )
-    assert compiler.lint(_translated(body)) == []
+    assert compiler.lint(_translated(body)) == ()
 
 
 def _translated(body: str) -> str:
