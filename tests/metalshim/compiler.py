@@ -121,7 +121,7 @@ def _precompiled_header(mode: str) -> Path:
         str(_clang()),
         str(_FLAGS),
         str(MODES[mode]),
-        *map(str, (INCLUDE, _folder(), _mlx())),
+        *map(str, (INCLUDE, _folder(), mlx())),
         importlib.metadata.version("mlx"),
     ]
     header = _folder() / f"metal-{mode}-{_hash(*parts)}.h"
@@ -140,11 +140,11 @@ def _precompiled_header(mode: str) -> Path:
 
 
 def _includes() -> tuple[str, ...]:
-    return "-I", str(INCLUDE), "-I", str(_mlx())
+    return "-I", str(INCLUDE), "-I", str(mlx())
 
 
 @cache
-def _mlx() -> Path:
+def mlx() -> Path:
     """Return MLX's own kernel headers: the wheel ships them."""
     spec = importlib.util.find_spec("mlx.core")
     assert spec is not None
