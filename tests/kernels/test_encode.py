@@ -139,6 +139,29 @@ def test_metal_packs_what_the_reference_packs(
 
 
 @needs_shim
+@pytest.mark.parametrize(("scheme", "dim_k", "dim_v", "dtype"), METAL[1:3])
+def test_sums_in_another_order_decide_little_about_what_metal_packs(
+    scheme: str, dim_k: int, dim_v: int, dtype: mx.Dtype
+) -> None:
+    layout = layout_of(scheme, dim_k, dim_v)
+    k, v = vectors(layout, 70, dtype)
+    assert k is not None
+    assert v is not None
+
+    with emulated("rough"):
+        got = packing.unpack(metal.tiles(k, v, layout, first=4, old=None), layout)
+
+    expected = packing.unpack(encode.encoded(k, v, layout, first=4, old=None), layout)
+    for ours, theirs, x, kind, side in (
+        (got.k, expected.k, k, layout.k, "k"),
+        (got.v, expected.v, v, layout.v, "v"),
+    ):
+        assert ours is not None
+        assert theirs is not None
+        assert_equivalent(ours, theirs, x, kind, side, 4)  # type: ignore[arg-type] # k or v
+
+
+@needs_shim
 def test_metal_encodes_the_same_in_every_order_of_threads() -> None:
     layout = layout_of("turbo4v4")
     k, v = vectors(layout, 40)

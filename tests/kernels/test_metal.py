@@ -100,6 +100,15 @@ def test_nothing_races_or_leaves_its_arrays(combination: Case) -> None:
     assert distance(got, exact(given)) < TOLERANCE[combination.dtype]
 
 
+@pytest.mark.parametrize("combination", COMBINATIONS[::6], ids=str)
+def test_the_last_bits_of_another_machine_change_little(combination: Case) -> None:
+    """Fast functions that are off by some units in the last place, sums in another order, denormal numbers flushed."""
+    given = sample(combination)
+
+    with emulated("rough"):
+        assert distance(attended(given), exact(given)) < TOLERANCE[combination.dtype]
+
+
 @pytest.mark.parametrize("scheme", ["turbo8v4", "turbo0v3"])
 def test_lengths_are_data_and_compile_nothing(scheme: str) -> None:
     """Sinks, packed tokens and newest ones of any number, full and partial tiles, more tokens than blocks and fewer."""

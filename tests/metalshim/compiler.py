@@ -53,10 +53,13 @@ _TSAN = (
     "instrument-read-before-write=1",
 )
 
-# ub: undefined behaviour and guard pages. check: every access to memory as well, several times as slow.
+# ub: undefined behaviour and guard pages. rough: the last bits are another machine's. check: every access to memory,
+# several times as slow.
 MODES: dict[str, tuple[str, ...]] = {
     "ub": ("-ftrivial-auto-var-init=pattern", f"-fsanitize={_UNDEFINED}"),
+    "rough": ("-DMSL_ROUGH", "-ftrivial-auto-var-init=pattern", f"-fsanitize={_UNDEFINED}"),
     "check": (
+        "-DMSL_ZONES",
         "-ftrivial-auto-var-init=pattern",
         f"-fsanitize=thread,{_UNDEFINED}",
         *(part for option in _TSAN for part in ("-mllvm", f"-tsan-{option}")),
