@@ -165,20 +165,34 @@ def test_slots_without_tokens_are_never_read() -> None:
         np.testing.assert_array_equal(np.array(attended(dirty)), clean)
 
 
-def test_what_is_not_a_number_stays_in_its_head() -> None:
-    given = sample(case("turbo4v4", 64, queries=2))
-    stored = given.stored
-    for side in ("k", "v"):
-        raw = getattr(stored, side)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("place", ["queries", "k", "v", "packed k", "packed v"])
+def test_what_is_not_finite_stays_in_its_head(place: str, bad: float) -> None:
+    """In a query, in the tail, or packed: whatever becomes of its own head, the others' numbers stay the same."""
+    clean = sample(case("turbo4v4", 64, queries=2))
+    stored = clean.stored
+    if place == "queries":
+        queries = np.array(clean.queries)
+        queries[2:] = bad
+        given = replace(clean, queries=mx.array(queries))
+    elif place in ("k", "v"):
+        raw = getattr(stored, place)
         tail = np.array(raw.tail)
-        tail[1, 0] = np.nan
-        broken = replace(stored, **{side: replace(raw, tail=mx.array(tail))})
+        tail[1, 0] = bad
+        given = replace(clean, stored=replace(stored, **{place: replace(raw, tail=mx.array(tail))}))
+    else:
+        assert stored.tiles is not None
+        words = np.array(stored.tiles)
+        words[..., -32:].view(np.float16)[1, 1, 0 if place == "packed k" else 32] = bad
+        given = replace(clean, stored=replace(stored, tiles=mx.array(words)))
 
-        with emulated():
-            got = attended(replace(given, stored=broken))
+    with emulated():
+        expected, got = attended(clean), attended(given)
 
-        assert mx.isnan(got[2:]).all().item(), side
-        assert not mx.isnan(got[:2]).any().item(), side
+    assert mx.array_equal(got[:2], expected[:2]).item()
+    assert not mx.array_equal(got[2:], expected[2:], equal_nan=True).item()
+    if np.isnan(bad):
+        assert mx.isnan(got[2:]).all().item()
 
 
 def test_a_query_that_sees_nothing_gets_zeros() -> None:
