@@ -45,38 +45,8 @@ def unrotate(y: mx.array, codec: Codec, side: Side) -> mx.array:
     return rotation.unrotate(y, side) if codec.rotated else y
 
 
-def closest(u: mx.array, bits: float) -> tuple[mx.array, mx.array]:
-    """Return the codes c, of those that u times each of STRETCHES rounds to, with the smallest angle to u; and ⟨u, c⟩.
-
-    Args:
-        u: float32 (..., D), of length √D.
-        bits: the width of the codes.
-
-    Returns:
-        uint8 (..., D) and float32 (...).
-    """
-    dim = u.shape[-1]
-    quantize, on_grid = _quantizer(bits, dim), _grid_of(bits)
-    codes = overlap = cosine = None
-    for stretch in STRETCHES:
-        these = quantize(u * stretch)
-        c = on_grid(these).view(mx.int8).astype(mx.float32) + codebook.fraction(bits)
-        along = mx.sum(u * c, axis=-1)
-        square = along * along / mx.maximum(mx.sum(c * c, axis=-1), _TINY)
-        if codes is None or overlap is None or cosine is None:
-            codes, overlap, cosine = these, along, square
-            continue
-        better = square > cosine
-        codes = mx.where(better[..., None], these, codes)
-        overlap = mx.where(better, along, overlap)
-        cosine = mx.where(better, square, cosine)
-    assert codes is not None
-    assert overlap is not None
-    return codes, overlap * codebook.step(bits, dim)
-
-
 def encode(
-    x: mx.array, codec: Codec, side: Side, rounding: Rounding = closest
+    x: mx.array, codec: Codec, side: Side, rounding: Rounding | None = None
 ) -> tuple[mx.array, mx.array]:
     """Return the codes and scales of *x*.
 
@@ -84,7 +54,7 @@ def encode(
         x: vectors of shape (..., T, D), any float dtype.
         codec: any but fp16.
         side: `k` or `v`; each has a rotation of its own.
-        rounding: what chooses the codes of a codebook.
+        rounding: what chooses the codes of a codebook; None: closest.
 
     Returns:
         codes of shape (..., T, D), uint8 (int8's are two's complement), and float16 scales of shape
@@ -95,7 +65,7 @@ def encode(
         return _encode_affine(z, codec)
     if codec == INT8:
         return _encode_int8(z)
-    return _encode_turbo(z, codec.bits, rounding)
+    return _encode_turbo(z, codec.bits, rounding or closest)
 
 
 def decode(codes: mx.array, scales: mx.array, codec: Codec) -> tuple[mx.array, mx.array]:
@@ -177,6 +147,36 @@ def _encode_turbo(z: mx.array, bits: float, rounding: Rounding) -> tuple[mx.arra
     # ‖z‖²/⟨z, c⟩ with z = u·‖z‖/√d is √d·‖z‖/⟨u, c⟩: one fewer square, so no overflow at large norms
     scales = dim**0.5 * norm[..., 0] / mx.maximum(overlap, _TINY)
     return codes, _fp16(mx.where(norm[..., 0] > _TINY, scales, 0.0))
+
+
+def closest(u: mx.array, bits: float) -> tuple[mx.array, mx.array]:
+    """Return the codes c, of those that u times each of STRETCHES rounds to, with the smallest angle to u; and ⟨u, c⟩.
+
+    Args:
+        u: float32 (..., D), of length √D.
+        bits: the width of the codes.
+
+    Returns:
+        uint8 (..., D) and float32 (...).
+    """
+    dim = u.shape[-1]
+    quantize, on_grid = _quantizer(bits, dim), _grid_of(bits)
+    codes = overlap = cosine = None
+    for stretch in STRETCHES:
+        these = quantize(u * stretch)
+        c = on_grid(these).view(mx.int8).astype(mx.float32) + codebook.fraction(bits)
+        along = mx.sum(u * c, axis=-1)
+        square = along * along / mx.maximum(mx.sum(c * c, axis=-1), _TINY)
+        if codes is None or overlap is None or cosine is None:
+            codes, overlap, cosine = these, along, square
+            continue
+        better = square > cosine
+        codes = mx.where(better[..., None], these, codes)
+        overlap = mx.where(better, along, overlap)
+        cosine = mx.where(better, square, cosine)
+    assert codes is not None
+    assert overlap is not None
+    return codes, overlap * codebook.step(bits, dim)
 
 
 def _fp16(scales: mx.array) -> mx.array:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from daemon import paths
 from daemon.config.spec import ServerSpec
 
 # The daemon's own conversation with systemd is none of a worker's business.
@@ -68,6 +69,10 @@ def mlx_environment(environ: Mapping[str, str], *, preload: Path | None) -> dict
     # on CUDA, MLX rounds the factors of float32 products to 10 bits unless told otherwise; rotations and
     # scores of packed keys are float32 because they need more (the kernels' tests fail with it on an H200)
     env.setdefault("MLX_ENABLE_TF32", "0")
+    if backend() == "cuda":
+        # by default in a folder of /tmp that anybody may have made, and that a service loses when it restarts
+        compiled = paths.cache_dir() / f"mlx-{importlib.metadata.version('mlx')}"
+        env.setdefault("MLX_PTX_CACHE_DIR", str(compiled))
     return env
 
 

@@ -34,6 +34,7 @@ from daemon.worker.requests import (
     TooLargeError,
 )
 from daemon.worker.scheduler import Scheduler
+from daemon.worker.warmup import compiles_at_first_use, warm_up
 
 IDLE_PASS_S = 0.2
 STATS_EVERY_S = 0.5
@@ -236,6 +237,8 @@ class MlxEngine:
                 reserve_bytes=spec.memory_reserve_bytes,
                 weights_bytes=ready.model_report.weights_bytes,
             )
+            if compiles_at_first_use():
+                warm_up(ready, self._max_concurrent, progress)
             scheduler: Scheduler[MlxGeneration] = Scheduler(ready, self._max_concurrent, limit)
             with self._lock:
                 self._costs, self._kv_limit_bytes = ready.costs, limit

@@ -2,7 +2,8 @@
 
 `make bench-quality` runs it; `make bench-quality ARGS=--small` takes minutes. Decode-time KL divergence
 against mlx-lm's own cache on Wikipedia articles and on the copy test, 1,536 prompt tokens a window, 128
-scored. Rivals run as shipped, and once more with the same sinks and tail as ours.
+scored. Rivals run as shipped, and once more with the same sinks and tail as ours. `--draws N` measures whatever
+is rotated under N draws of the rotation's signs, and pools them: on the copy test a draw does more than a bit (ADR 13).
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from typing import Any
 import corpus
 import mlx.core as mx
 import mlx_lm
+import numpy as np
 from rivals import RIVALS, SINK_TOKENS, TAIL_TOKENS, Rival
 
 from daemon import paths
@@ -28,6 +31,7 @@ from daemon.cache.row import Row
 from daemon.config.evaluation import Contender
 from daemon.config.locate import Located, fingerprint
 from daemon.errors import TqdError
+from daemon.kernels import packing, rotation
 from daemon.measure import demo_model, divergence, evaluation, footprint, plots
 from daemon.measure.divergence import Divergence, MakeRow, Scores, Window
 from daemon.measure.evaluation import Subject
@@ -56,12 +60,14 @@ class Entrant:
     group: str
     bits: float
     make_row: MakeRow
+    rotated: bool = True
 
 
 def main() -> int:
     """Measure and print a Markdown table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--windows", type=int, default=6)
+    parser.add_argument("--draws", type=int, help="draws of the signs; without it the one in use")
     parser.add_argument("--small", action="store_true", help="one window, few schemes")
     parser.add_argument("--schemes", nargs="+", help="ours to measure")
     parser.add_argument("--rivals", nargs="*", help="rivals to measure, by name; none for none")
@@ -74,6 +80,7 @@ def main() -> int:
     except TqdError as error:
         parser.error(str(error))
     count = 1 if arguments.small else arguments.windows
+    draws = range(1, arguments.draws + 1) if arguments.draws else (rotation.SEED_VERSION,)
 
     folder = demo_model.make(paths.cache_dir(), say=_say)
     subject = evaluation.load(
@@ -84,7 +91,7 @@ def main() -> int:
     natural, copies = passages(subject.tokenizer, count)
     entrants = _entrants(subject, arguments, natural[0])
     results = {
-        name: _measure(subject.model, members, entrants, name)
+        name: _measure(subject.model, members, entrants, draws, name)
         for name, members in (("natural", natural), ("copy", copies))
     }
     rows = [
@@ -99,7 +106,7 @@ def main() -> int:
     ]
     print(table(rows))
     print(
-        f"\n{folder.name}, {count} window{'s' * (count > 1)} of Wikipedia text, {SCORE} positions each; ours with {SINK_TOKENS} sinks, "
+        f"\n{folder.name}, {count} window{'s' * (count > 1)} of Wikipedia text, {SCORE} positions each, {_of(draws)}; ours with {SINK_TOKENS} sinks, "
         f"tail {TAIL_TOKENS}; bits of a packed value, sinks and tail not counted; mlx {mx.__version__}, "
         f"mlx-lm {mlx_lm.__version__}, {mx.default_device()}, {platform.machine()} {platform.system()}"
     )
@@ -150,6 +157,7 @@ def _entrants(subject: Subject, arguments: argparse.Namespace, sample: Passage) 
             "with the same sinks and tail" if with_tail else "as published",
             rival.mean_bits(head_dim, len(caches)),
             _rival_rows(rival, len(caches), with_tail=with_tail),
+            rival.rotated,
         )
         for with_tail in (False, True)
         for rival in chosen
@@ -173,8 +181,40 @@ def _available(names: Sequence[str]) -> list[str]:
     return found
 
 
+def _of(draws: Sequence[int]) -> str:
+    return f"{len(draws)} draws of the signs" if len(draws) > 1 else f"draw {draws[0]} of the signs"
+
+
+@contextmanager
+def _signs(draw: int) -> Iterator[None]:
+    """Rotate by the signs of *draw* meanwhile."""
+    used = rotation.SEED_VERSION
+    if draw == used:
+        yield
+        return
+    if packing.on_cuda():
+        raise SystemExit(
+            "draws are compared on a CPU: CUDA's kernels keep the signs they began with"
+        )
+    _use(draw)
+    try:
+        yield
+    finally:
+        _use(used)
+
+
+def _use(draw: int) -> None:
+    rotation.SEED_VERSION = draw
+    rotation.signs.cache_clear()
+    rotation._matrix.cache_clear()
+
+
 def _measure(
-    model: Any, members: Sequence[Passage], entrants: Sequence[Entrant], text: str
+    model: Any,
+    members: Sequence[Passage],
+    entrants: Sequence[Entrant],
+    draws: Sequence[int],
+    text: str,
 ) -> list[Divergence]:
     parts: list[list[Scores]] = [[] for _ in entrants]
     for start in range(0, len(members), GROUP):
@@ -185,14 +225,26 @@ def _measure(
         reference = divergence.decode(model, windows, divergence.exact)
         for index, entrant in enumerate(entrants):
             started = time.monotonic()
-            got = divergence.decode(model, windows, entrant.make_row)
-            parts[index].append(divergence.compare(reference, got, targets))
+            drawn = []
+            for draw in draws if entrant.rotated else draws[:1]:
+                with _signs(draw):
+                    got = divergence.decode(model, windows, entrant.make_row)
+                drawn.append(divergence.compare(reference, got, targets))
+            parts[index].append(_pooled(drawn))
             mean = parts[index][-1].kl.mean()
             _say(
                 f"{text}, windows {start + 1}-{start + len(windows)}: {entrant.name} ({entrant.group}): "
                 f"KLD {mean:.5f} ({time.monotonic() - started:.0f} s)"
             )
     return [divergence.summarize(divergence.join(part)) for part in parts]
+
+
+def _pooled(drawn: Sequence[Scores]) -> Scores:
+    """Return the scores of all draws as positions of the same windows: only windows are independent."""
+    names = [field.name for field in fields(Scores)]
+    return Scores(
+        *(np.concatenate([getattr(each, name) for each in drawn], axis=1) for name in names)
+    )
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -81,6 +81,7 @@ class Rival:
     values: Callable[[], Restore]
     boundary: bool = False
     residual: int = 0
+    rotated: bool = False
 
     def row(self, layer: int, n_layers: int, *, with_tail: bool) -> RivalRow:
         """Return the empty row of *layer*, as shipped or with our sinks and tail."""
@@ -199,14 +200,27 @@ assert KIVI_GROUP == TILE  # what leaves the tail at once is one group of keys
 
 RIVALS = (
     Rival("affine8", lambda _: 8.5, affine(8), affine(8)),
-    Rival("affine8 K, raw 4-bit V", lambda d: (8.5 + 4 + 16 / d) / 2, affine(8), turbo(4, "v")),
-    Rival("turbo8v3 (mlx-swift)", lambda d: (8.5 + 3 + 16 / d) / 2, affine(8), turbo(3, "v")),
+    Rival(
+        "affine8 K, raw 4-bit V",
+        lambda d: (8.5 + 4 + 16 / d) / 2,
+        affine(8),
+        turbo(4, "v"),
+        rotated=True,
+    ),
+    Rival(
+        "turbo8v3 (mlx-swift)",
+        lambda d: (8.5 + 3 + 16 / d) / 2,
+        affine(8),
+        turbo(3, "v"),
+        rotated=True,
+    ),
     Rival(
         "turbo4 calibrated, boundary 2 (mlx-swift)",
         lambda d: 4 + 16 / d,
         turbo(4, "k", calibrated=True),
         turbo(4, "v"),
         boundary=True,
+        rotated=True,
     ),
     Rival("affine4", lambda _: 4.5, affine(4), affine(4)),
     Rival("KIVI 4 bit", _kivi_bits(4), kivi(4, "k"), kivi(4, "v"), residual=32),
