@@ -24,7 +24,7 @@ CONTEXTS = (2048, 8192, 32768)  # tokens
 TIMED = ("int8", "turbo8v4", "turbo4v4", "turbo4v3", "turbo0v4")
 
 _SINKS, _TAIL = 4, 32
-_AT_ONCE = 16  # calls in one evaluation, so that starting them does not count
+_AT_ONCE = 16  # calls in one evaluation, so that starting them does not count; on a CPU it counts for little
 _ROUNDS = 5
 
 Say = Callable[[str], None]
@@ -42,7 +42,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Microseconds of one layer's attention for one new token, packed and in 16 bits by MLX's own attention."""
+    """Microseconds of one layer's attention for one new token, packed, and in full precision by MLX's own."""
 
     scheme: str
     tokens: int
@@ -88,10 +88,11 @@ def run(
         cases: what to prove; None: every pair of codecs, and every other property once.
         schemes: what to time.
         contexts: how many tokens are attended to.
-        base: heads, dims and dtype of what is timed; None: those of an 8B llama in float16.
+        base: heads, dims and dtype of what is timed; None: those of an 8B llama in float16, or in float32 on a
+            CPU, whose float16 is slow.
     """
     attention = attention or on_this_device()
-    shape = base or _llama()
+    shape = base or replace(_llama(), dtype=mx.float32 if _on_cpu() else mx.float16)
     asked = list(every_case() if cases is None else cases)
     agreements = [_agreement(str(case), partial(attention.choice, case), say) for case in asked]
     layouts = dict.fromkeys(
@@ -168,7 +169,8 @@ def _timing(attention: Attention, case: Case, name: str, tokens: int) -> Timing:
         for dim in (case.dim_k, case.dim_v)
     )
     queries = [
-        mx.random.normal((case.n_heads, 1, case.dim_k)).astype(case.dtype) for _ in range(_AT_ONCE)
+        mx.random.normal((case.n_heads, 1, case.dim_k)).astype(case.dtype)
+        for _ in range(1 if _on_cpu() else _AT_ONCE)
     ]
     mx.eval(queries, keys, values, stored.tiles)
     return Timing(
@@ -225,16 +227,21 @@ def _side(
 
 def _microseconds(calls: Callable[[], list[mx.array]]) -> float:
     """Return the median time of one of *calls*."""
-    mx.eval(calls())
+    made = calls()
+    mx.eval(made)
     took = []
     for _ in range(_ROUNDS):
         start = time.perf_counter()
         mx.eval(calls())
-        took.append((time.perf_counter() - start) / _AT_ONCE * 1e6)
+        took.append((time.perf_counter() - start) / len(made) * 1e6)
     return round(statistics.median(took), 1)
 
 
+def _on_cpu() -> bool:
+    return bool(mx.default_device() == mx.Device(mx.cpu))
+
+
 def _device() -> str:
-    if mx.default_device() == mx.Device(mx.cpu):
+    if _on_cpu():
         return f"CPU ({platform.machine()})"
     return str(mx.device_info().get("device_name", mx.default_device()))
