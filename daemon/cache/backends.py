@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -22,7 +22,10 @@ _LATENT = Choice("reference", "there are no kernels for packed latents")
 
 @dataclass(frozen=True, slots=True)
 class Backends:
-    """What attends to a layer, and what packs its tokens."""
+    """What attends to a layer, and what packs its tokens.
+
+    *attention* is fused and has failed where kernels attend to a row, but not to several at once.
+    """
 
     attention: Choice
     packing: Choice
@@ -48,8 +51,10 @@ class _Watch:
         return reference.attend(queries, stored, scale, mask, sinks)
 
 
-def choices(model: Any, factory: CacheFactory, attention: Attention) -> tuple[Backends, ...]:
-    """Return what serves one sequence in each slot of *factory*, as it is decoded; kernels prove themselves on the way.
+def choices(
+    model: Any, factory: CacheFactory, attention: Attention, *, rows: int = 1
+) -> tuple[Backends, ...]:
+    """Return what serves each slot of *factory* as up to *rows* sequences are decoded; kernels prove themselves on the way.
 
     Where nothing is packed, MLX's own attention does. Only the model's graph is built, nothing of it is computed.
     """
@@ -63,12 +68,12 @@ def choices(model: Any, factory: CacheFactory, attention: Attention) -> tuple[Ba
     for _ in range(2):
         model(token, cache=caches)
     return tuple(
-        _choice(list(parts([cache])), watch.case, attention)
+        _choice(list(parts([cache])), watch.case, attention, rows)
         for cache, watch in zip(caches, watches, strict=True)
     )
 
 
-def _choice(caches: Sequence[Any], case: Case | None, attention: Attention) -> Backends:
+def _choice(caches: Sequence[Any], case: Case | None, attention: Attention, rows: int) -> Backends:
     packed = [
         cache for cache in caches if isinstance(cache, SequenceCache) and cache.row.scheme != EXACT
     ]
@@ -80,4 +85,9 @@ def _choice(caches: Sequence[Any], case: Case | None, attention: Attention) -> B
     if isinstance(packed[0], LatentCache):
         return Backends(_LATENT, packing)
     assert case is not None, "a cache that nothing attends to"
-    return Backends(attention.choice(case), packing)
+    steps = [attention.step_choice(case, count) for count in range(1, rows + 1)]
+    failed = next((choice for choice in steps if choice.failed), None)
+    chosen = attention.choice(case)
+    if failed is not None:
+        chosen = replace(chosen, reason=failed.reason, failed=True)
+    return Backends(chosen, packing)

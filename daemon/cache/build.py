@@ -73,6 +73,7 @@ class Slot:
             keys=self.keys,
             statistics_id=self.statistics_id,
             attention=attention,
+            place=self.plan.index,
         )
 
     def probe_row(self) -> Row:

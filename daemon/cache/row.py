@@ -6,6 +6,9 @@ and its raw form is gone. Arrays are never written in place: an update makes a n
 turns into a write to the old buffer when nobody else holds it. So a copy of a row shares everything
 and costs nothing.
 
+Rows that take decode steps together lend what they have in full precision (daemon.cache.joined), and take
+it back as soon as anything else happens to them.
+
 With a token budget, whole tiles leave from after the sinks (daemon.cache.window says which). What is
 left keeps its order and its slots: to attention the row is a shorter sequence.
 """
@@ -14,21 +17,51 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Protocol
 
 import mlx.core as mx
 
 from daemon.cache import window
-from daemon.cache.side import FullPrecision, RowState, dtype_name
+from daemon.cache.side import FullPrecision, RowState, dtype_name, written
 from daemon.kernels import encode, order, packing
 from daemon.kernels.attention import REFERENCE
 from daemon.kernels.case import Attend
 from daemon.kernels.keys import KeyTransform
 from daemon.kernels.packing import TILE, TileLayout
-from daemon.kernels.stored import Stored
+from daemon.kernels.stored import RawSide, Stored
 from daemon.policy.matching import least_token_budget
 from daemon.policy.schemes import FP16, Scheme
 
+_LEAST_SLACK = 8  # tiles
+_PLACES = 4  # that a layer can have among those that grow at different times
+
 DECODE_TOKENS = 8  # up to this many tokens at once are decoded: one, or several with speculation
+
+
+class Loan(Protocol):
+    """What a row has lent its tokens in full precision to."""
+
+    def length_of(self, index: int) -> int:
+        """Return the tokens so far of the row at *index*."""
+        ...
+
+    def parts_of(self, index: int) -> tuple[RawSide, RawSide]:
+        """Return what the row at *index* holds in full precision, keys and values."""
+        ...
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Every array that carries history of these rows, other than tiles."""
+        ...
+
+    @property
+    def row_bytes(self) -> int:
+        """How many bytes of them are one row's."""
+        ...
+
+    def end(self) -> None:
+        """Take no more steps: a row goes on by itself, or with others."""
+        ...
 
 
 class Row:
@@ -37,7 +70,7 @@ class Row:
     Of these, *dropped* tokens after the sinks are gone, in whole tiles, where there is a
     *token_budget*: the most tokens that any token attends to. Tokens leave the tail *fold_tokens* at a
     time, a multiple of a tile. A prompt of up to *exact_prompt* tokens stays in full precision until it is
-    decoded; more than that is packed while it is read. *keys* is what is taken off keys before they are packed, and
+    decoded; more than that is packed while it is read. *place* is the layer's number. *keys* is what is taken off keys before they are packed, and
     *statistics_id* the name of the statistics behind it; affine keys are packed as they are. *attention*
     is what attends to it.
     """
@@ -54,6 +87,7 @@ class Row:
         keys: KeyTransform | None = None,
         statistics_id: str | None = None,
         attention: Attend = REFERENCE,
+        place: int = 0,
     ) -> None:
         if exact_prompt and token_budget is not None:
             raise ValueError("a row with a token budget packs its prompt as it is read")
@@ -74,13 +108,20 @@ class Row:
         self.token_budget = token_budget
         self.statistics_id = statistics_id
         self.attention = attention
-        self.length = 0
+        self.place = place
         self.dropped = 0
+        self._length = 0
         self._packed_to = 0
         self._layout: TileLayout | None = None
         self._tiles: mx.array | None = None
         self._k = FullPrecision(scheme.k, sink_tokens)
         self._v = FullPrecision(scheme.v, sink_tokens)
+        self._loan: tuple[Loan, int] | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens so far."""
+        return self._length if self._loan is None else self._loan[0].length_of(self._loan[1])
 
     @property
     def layout(self) -> TileLayout | None:
@@ -99,22 +140,51 @@ class Row:
             keys=self.keys,
             statistics_id=self.statistics_id,
             attention=self.attention,
+            place=self.place,
         )
 
     def copy(self) -> Row:
         """Return a row that shares every array with this one; appending to either leaves the other alone."""
         other = self.fresh()
-        other.length, other.dropped = self.length, self.dropped
+        other._length, other.dropped = self.length, self.dropped
         other._packed_to = self._packed_to
         other._layout, other._tiles = self._layout, self._tiles
-        other._k, other._v = self._k.copy(), self._v.copy()
+        k, v = self._sides()
+        other._k, other._v = k.copy(), v.copy()
         return other
+
+    def lend(self, loan: Loan, index: int) -> None:
+        """Let *loan* have the tokens in full precision, as its row *index*, and count on from there."""
+        if self._loan is not None:
+            self._loan[0].end()
+        self._loan = loan, index
+        self._k, self._v = self._k.holding(None, None), self._v.holding(None, None)
+
+    @property
+    def loan(self) -> tuple[Loan, int] | None:
+        """What the tokens in full precision are lent to, and which row this is of it."""
+        return self._loan
+
+    def _take_back(self) -> None:
+        if self._loan is not None:
+            self._k, self._v = self._sides()
+            self._length = self.length
+            self._loan[0].end()
+            self._loan = None
+
+    def _sides(self) -> tuple[FullPrecision, FullPrecision]:
+        """Return keys and values in full precision as they are now."""
+        if self._loan is None:
+            return self._k, self._v
+        k, v = self._loan[0].parts_of(self._loan[1])
+        return self._k.holding(k.head, k.tail), self._v.holding(v.head, v.tail)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Row:
         return self.copy()
 
     def append(self, keys: mx.array, values: mx.array) -> None:
         """Add the tokens of *keys* (H, n, dim_k) and *values* (H, n, dim_v); older ones are packed first."""
+        self._take_back()
         if self._layout is None:
             self._layout = packing.native_layout(
                 self.scheme.k, self.scheme.v, keys.shape[-1], values.shape[-1]
@@ -124,11 +194,50 @@ class Row:
             self._drop()
         self._k.append(keys)
         self._v.append(values)
-        self.length += keys.shape[1]
+        self._length += keys.shape[1]
 
     def pack(self) -> None:
         """Move all tokens but the tail into tiles; append does it before it adds."""
+        if self.due_tokens:
+            self._take_back()
         self._pack_up_to(self._packable())
+
+    @property
+    def joinable(self) -> bool:
+        """Whether it may take decode steps together with others: whole tiles leave its tail, and stay."""
+        return (
+            self._layout is not None
+            and self.tail_tokens > 0
+            and self.token_budget is None
+            and self._packed_to % TILE == 0
+        )
+
+    @property
+    def tiles(self) -> mx.array | None:
+        """Its packed tokens, (H, capacity, words); None: there are none."""
+        return self._tiles if self._packed_to else None
+
+    @property
+    def full_precision(self) -> int:
+        """How many of its tokens are in full precision."""
+        return self._kept - max(0, self._packed_to - self.sink_tokens)
+
+    @property
+    def packed(self) -> tuple[int, int]:
+        """The kept tokens from and up to which tokens are in tiles."""
+        some = self._packed_to > self.sink_tokens
+        return (self.sink_tokens, self._packed_to) if some else (0, 0)
+
+    @property
+    def folds_at(self) -> int:
+        """How many tokens it has when the next one to come makes tokens leave the tail, of which there is one."""
+        first = max(self._packed_to, self.sink_tokens)
+        return self.tail_tokens + (first // self.fold_tokens + 1) * self.fold_tokens
+
+    def take_tiles(self, tiles: mx.array, end: int) -> None:
+        """Put the *tiles* of the tokens up to *end*, which left the tail from a tile's beginning on, behind the others."""
+        self._store(tiles, self._packed_to // TILE)
+        self._packed_to = end
 
     def trim(self, count: int) -> int:
         """Forget the newest *count* tokens, or all there are; return how many that was.
@@ -137,8 +246,9 @@ class Row:
             ValueError: the next token would attend to tokens that the budget has dropped.
         """
         self.check_trim(count)
-        count = min(count, self.length)
-        self.length -= count
+        self._take_back()
+        count = min(count, self._length)
+        self._length -= count
         self._packed_to = min(self._packed_to, self._kept)
         for side in (self._k, self._v):
             side.keep(
@@ -161,15 +271,16 @@ class Row:
         """Return what attention reads."""
         if self._layout is None:
             raise ValueError("an empty row has nothing to attend to")
-        some = self._packed_to > self.sink_tokens
+        packed_from, packed_to = self.packed
+        k, v = self._sides()
         return Stored(
             layout=self._layout,
             length=self._kept,
-            packed_from=self.sink_tokens if some else 0,
-            packed_to=self._packed_to if some else 0,
+            packed_from=packed_from,
+            packed_to=packed_to,
             tiles=self._tiles,
-            k=self._k.raw(),
-            v=self._v.raw(),
+            k=k.raw(),
+            v=v.raw(),
             n_kv_heads=self._k.n_heads,
             dropped=self.dropped,
             keys=self.keys,
@@ -185,6 +296,7 @@ class Row:
     def export(self) -> RowState:
         """Return everything the row holds, for Row.restored."""
         (n_heads, dim_k), (_, dim_v) = self.shapes()
+        k, v = self._sides()
         tiles = {}
         if self._tiles is not None and self._packed_to and self._layout is not None:
             used = self._tiles[:, : -(-self._packed_to // TILE)]
@@ -198,7 +310,7 @@ class Row:
             dim_v=dim_v,
             dtype_k=self._k.dtype,
             dtype_v=self._v.dtype,
-            arrays={**tiles, **self._k.export("k"), **self._v.export("v")},
+            arrays={**tiles, **k.export("k"), **v.export("v")},
         )
 
     def restored(self, state: RowState) -> Row:
@@ -212,7 +324,7 @@ class Row:
                 "its arrays are not those of a row with this policy and that many tokens"
             )
         row = self.fresh()
-        row.length, row.dropped, row._packed_to = state.length, state.dropped, state.packed_to
+        row._length, row.dropped, row._packed_to = state.length, state.dropped, state.packed_to
         if state.length:
             row._layout = packing.native_layout(
                 self.scheme.k, self.scheme.v, state.dim_k, state.dim_v
@@ -260,15 +372,24 @@ class Row:
         return self._k.dtype
 
     @property
+    def dtypes(self) -> tuple[str, str]:
+        """The dtypes of keys and of values in full precision, by name."""
+        return self._k.dtype, self._v.dtype
+
+    @property
     def arrays(self) -> list[mx.array]:
         """Every array that carries history."""
         tiles = [] if self._tiles is None else [self._tiles]
-        return [*tiles, *self._k.arrays(), *self._v.arrays()]
+        lent = [] if self._loan is None else self._loan[0].arrays
+        return [*tiles, *lent, *self._k.arrays(), *self._v.arrays()]
 
     @property
     def nbytes(self) -> int:
         """Allocated bytes, spare capacity included."""
-        return sum(array.nbytes for array in self.arrays)
+        tiles = 0 if self._tiles is None else self._tiles.nbytes
+        if self._loan is not None:
+            return tiles + self._loan[0].row_bytes
+        return tiles + sum(array.nbytes for array in (*self._k.arrays(), *self._v.arrays()))
 
     @property
     def used_bytes(self) -> int:
@@ -278,8 +399,8 @@ class Row:
             tiles = self._tiles.nbytes // self._tiles.shape[1] * -(-self._packed_to // TILE)
         raw = [
             part
-            for side in (self._k.raw(), self._v.raw())
-            for part in (side.head, side.tail)
+            for side in self._sides()
+            for part in (side.raw().head, side.raw().tail)
             if part is not None
         ]
         return tiles + sum(part.nbytes for part in raw)
@@ -367,15 +488,22 @@ class Row:
     def _store(self, tiles: mx.array, at: int) -> None:
         end = at + tiles.shape[1]
         if self._tiles is None or end > self._tiles.shape[1]:
-            # a quarter of slack: growing copies the history, so it must happen rarely
-            room = end + max(8, end // 4) if at else end
+            room = end + self._slack(end)
             spare = mx.zeros((tiles.shape[0], room - at, tiles.shape[2]), dtype=mx.uint32)
             self._tiles = (
                 spare
                 if self._tiles is None
                 else mx.concatenate([self._tiles[:, :at], spare], axis=1)
             )
-        self._tiles = mx.slice_update(self._tiles, tiles, mx.array([at]), (1,))
+        self._tiles = written(self._tiles, tiles, at)
+
+    def _slack(self, tiles: int) -> int:
+        """Return for how many more than *tiles* to make room: growing copies the history, so it must happen rarely.
+
+        About a quarter of them, by the layer's place, so that a part of a model's layers grow in one step: all at once
+        need twice the memory for a moment, and one by one make every fold another graph for CUDA to prepare.
+        """
+        return max(_LEAST_SLACK, tiles // 4) * (_PLACES + self.place % _PLACES) // (_PLACES + 2)
 
 
 def _shapes(arrays: Mapping[str, mx.array]) -> dict[str, tuple[tuple[int, ...], str]]:

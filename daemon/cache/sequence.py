@@ -2,7 +2,9 @@
 
 Both follow mlx-lm 0.32.2's cache protocol by duck typing. They hand out opaque views instead of
 arrays; the seam (daemon.cache.seam) turns an attention call on a view into `attend`. A batch is a
-list of rows: nothing is padded to the longest, and merge, filter, extend and extract move rows.
+list of rows: nothing is padded to the longest, and merge, filter, extend and extract move rows. Where the
+device can, rows take decode steps together (daemon.cache.joined); else, and for everything else, they go
+one by one.
 
 Never give these classes an attribute `bits` (mlx-lm would take its own quantized path), `__len__` or
 `__bool__` (an empty cache would count as no cache and lose its mask).
@@ -10,12 +12,15 @@ Never give these classes an attribute `bits` (mlx-lm would take its own quantize
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any, Protocol, Self
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
+from daemon.cache.joined import Joined, join
 from daemon.cache.row import Row
 from daemon.kernels.case import Attend
 from daemon.kernels.rotation import Side
@@ -72,6 +77,12 @@ class _Cache:
 
     rows: list[Row]
     _attention: Attend | None = None  # of latents; else each row has its own
+    _joined: Joined | None = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        other = copy.copy(self)
+        other.rows, other._joined = copy.deepcopy(self.rows, memo), None
+        return other
 
     def keys_and_values(self: Attending) -> tuple[View, View]:
         """Return views of everything stored, for layers that read another layer's cache."""
@@ -95,6 +106,11 @@ class _Cache:
     @property
     def state(self) -> list[mx.array]:
         """Every array that carries history: mlx-lm evaluates them after each prefill chunk."""
+        return self.arrays
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Every array that carries history."""
         return [array for row in self.rows for array in row.arrays]
 
     @property
@@ -108,7 +124,8 @@ class _Cache:
 
     def size(self) -> int:
         """Return the tokens of the longest row."""
-        return max((row.length for row in self.rows), default=0)
+        joined = self._going
+        return joined.longest if joined else max((row.length for row in self.rows), default=0)
 
     def is_trimmable(self) -> bool:
         """Return whether the newest tokens can be forgotten: always, until a token budget has dropped old ones."""
@@ -123,6 +140,47 @@ class _Cache:
         for row in self.rows:
             row.check_trim(count)
         return max((row.trim(count) for row in self.rows), default=0)
+
+    @property
+    def due_tokens(self) -> int:
+        """Tokens that `pack` would move now."""
+        joined = self._going
+        if joined is not None and not joined.due:
+            return 0
+        return sum(row.due_tokens for row in self.rows)
+
+    def pack(self) -> None:
+        """Move all tokens but the tails into tiles; an update does it before it adds."""
+        joined = self._going
+        if joined is None:
+            for row in self.rows:
+                row.pack()
+        elif joined.due:
+            joined.fold(self.rows)
+
+    @property
+    def _going(self) -> Joined | None:
+        """The rows joined for decode steps, if nothing has happened to any of them since."""
+        return self._joined if self._joined is not None and self._joined.going else None
+
+    def _append_joined(self, keys: mx.array, values: mx.array) -> bool:
+        """Add a token to each row at once, if they are joined; return whether they were."""
+        joined = self._going
+        if joined is None or keys.shape[2] != 1 or joined.waiting:
+            return False
+        joined.append(self.rows, keys, values)
+        return True
+
+    def _attend_joined(
+        self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None
+    ) -> mx.array | None:
+        """Attend from the newest token of each row at once, if the device can; joins the rows if they are not."""
+        if queries.shape[2] != 1 or isinstance(mask, mx.array) or self._attention is not None:
+            return None
+        joined = self._going
+        if joined is None or not joined.serves(queries, scale, sinks):
+            joined = self._joined = join(self.rows, queries, scale, sinks)
+        return None if joined is None else joined.attend(queries, sinks)
 
     def _attend_row(
         self,
@@ -154,13 +212,17 @@ class SequenceCache(_Cache):
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[View, View]:
         """Store *keys* (1, H, n, dim_k) and *values*; return views of everything stored."""
-        self.row.append(keys[0], values[0])
+        if not self._append_joined(keys, values):
+            self.row.append(keys[0], values[0])
         return self.keys_and_values()
 
     def attend(
         self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None
     ) -> mx.array:
         """Attend from *queries* (1, n_heads, L, dim_k); returns (1, n_heads, L, dim_v)."""
+        together = self._attend_joined(queries, scale, mask, sinks)
+        if together is not None:
+            return together
         array = mask if isinstance(mask, mx.array) else None
         if array is not None and array.ndim == 4:
             array = array[0]
@@ -197,7 +259,9 @@ class BatchCache(_Cache):
     @property
     def offset(self) -> mx.array:
         """Tokens stored in each row, int32 (B,): the positions of the next ones."""
-        return mx.array([row.length for row in self.rows], dtype=mx.int32)
+        joined = self._going
+        lengths = joined.lengths if joined else (tuple(row.length for row in self.rows), 0)
+        return _offsets(*lengths)[...]  # an object of the caller's own, who may add to it in place
 
     @property
     def width(self) -> int:
@@ -211,6 +275,9 @@ class BatchCache(_Cache):
 
     def _append(self, keys: mx.array, values: mx.array) -> None:
         n = keys.shape[2]
+        if self._remaining is None and self._append_joined(keys, values):
+            self._width, self._valid = None, []
+            return
         self._width = self.size() + n
         self._valid = [n] * len(self.rows)
         if self._remaining is not None:
@@ -226,6 +293,10 @@ class BatchCache(_Cache):
         self, queries: mx.array, scale: float, mask: Mask, sinks: mx.array | None
     ) -> mx.array:
         """Attend from *queries* (B, n_heads, L, dim_k); padding queries get zeros. Returns (B, n_heads, L, dim_v)."""
+        if self._remaining is None:
+            together = self._attend_joined(queries, scale, mask, sinks)
+            if together is not None:
+                return together
         length = queries.shape[2]
         valid = self._valid if len(self._valid) == len(self.rows) else [length] * len(self.rows)
         outs: list[mx.array | None] = []
@@ -255,6 +326,8 @@ class BatchCache(_Cache):
 
     def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Mask:
         """Return the mask for *n* new tokens a row; each row is causal by itself, so mostly none is needed."""
+        if n == 1 and not return_array and window_size is None:
+            return None
         longest = self.size()
         if return_array or (window_size is not None and longest + n > window_size):
             padding = mx.array([longest - row.length for row in self.rows])
@@ -291,7 +364,13 @@ class BatchCache(_Cache):
         return trimmed
 
     def _change(self, rows: list[Row]) -> None:
-        self.rows, self._valid, self._width = rows, [], None
+        self.rows, self._joined, self._valid, self._width = rows, None, [], None
+
+
+@lru_cache(maxsize=64)
+def _offsets(lengths: tuple[int, ...], grown: int) -> mx.array:
+    """Return *lengths*, each *grown* by some, int32: made once for all layers of a step."""
+    return mx.array([length + grown for length in lengths], dtype=mx.int32)
 
 
 def causal(n: int, offset: int, **options: Any) -> mx.array:

@@ -18,6 +18,18 @@ def dtype_name(array: mx.array) -> str:
     return str(array.dtype).rsplit(".", 1)[-1]
 
 
+def written(buffer: mx.array, part: mx.array, at: int) -> mx.array:
+    """Return *buffer* (H, n, …) with *part* from token *at* on; in place where nobody else holds the buffer."""
+    out = buffer[...]  # an object of its own: writing to it leaves *buffer* as it is
+    out[:, at : at + part.shape[1]] = part
+    return out
+
+
+def copied(x: mx.array, start: int, end: int) -> mx.array:
+    """Return the tokens *start* to *end* of *x* (H, n, …) in memory of their own: a slice would keep all of *x* alive."""
+    return mx.take(x, mx.arange(start, end), axis=1)
+
+
 @dataclass(frozen=True, slots=True)
 class RowState:
     """What a row holds, apart from its policy.
@@ -57,6 +69,13 @@ class FullPrecision:
         other._head, other._head_count, other._tail = self._head, self._head_count, self._tail
         return other
 
+    def holding(self, head: mx.array | None, tail: mx.array | None) -> FullPrecision:
+        """Return a side like this one that holds *head* and *tail* instead, neither of them empty."""
+        other = self.copy()
+        other._head, other._tail = head, tail
+        other._head_count = 0 if head is None else head.shape[1]
+        return other
+
     def append(self, x: mx.array) -> None:
         """Add the tokens of *x* (H, n, dim): to the buffer, or to the sinks and the tail."""
         self.n_heads, self.dim = x.shape[0], x.shape[2]
@@ -66,7 +85,8 @@ class FullPrecision:
             return
         missing = self._sink_tokens - self._head_count
         if missing > 0:
-            sinks, x = x[:, :missing], x[:, missing:]
+            sinks = copied(x, 0, missing) if x.shape[1] > missing else x
+            x = x[:, missing:]
             self._head = (
                 sinks if self._head is None else mx.concatenate([self._head, sinks], axis=1)
             )
@@ -77,8 +97,13 @@ class FullPrecision:
     def take(self, count: int) -> mx.array:
         """Remove and return the oldest *count* tail tokens."""
         assert self._tail is not None
-        taken = self._tail[:, :count]
-        self._tail = self._tail[:, count:] if count < self._tail.shape[1] else None
+        taken, there = self._tail[:, :count], self._tail.shape[1]
+        if count == there:
+            self._tail = None
+        elif count > there - count:  # of a prompt: the rest is little
+            self._tail = copied(self._tail, count, there)
+        else:
+            self._tail = self._tail[:, count:]
         return taken
 
     def keep(self, length: int, *, packed: int) -> None:
@@ -137,7 +162,7 @@ class FullPrecision:
             grown = mx.zeros((x.shape[0], room, x.shape[2]), dtype=x.dtype)
             if self._head is not None:
                 old = self._head[:, : self._head_count]
-                grown = mx.slice_update(grown, old, mx.array([0]), (1,))
+                grown = written(grown, old, 0)
             self._head = grown
-        self._head = mx.slice_update(self._head, x, mx.array([self._head_count]), (1,))
+        self._head = written(self._head, x, self._head_count)
         self._head_count = end

@@ -7,14 +7,18 @@ whatever they refuse or get wrong goes to the reference, and the choice remember
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache, partial
 from typing import Protocol
 
 import mlx.core as mx
 
-from daemon.kernels import cpu, cuda, metal, prompt, proof, reference
+from daemon.kernels import cpu, cuda, metal, prompt, proof, reference, step_proof
 from daemon.kernels.backend import Backend, Choice, backend_of_device, choose
 from daemon.kernels.case import Attend, Case
+from daemon.kernels.keys import KeyTransform
+from daemon.kernels.packing import TileLayout
+from daemon.kernels.stepping import Stepper, Stepping
 from daemon.kernels.stored import Stored
 
 
@@ -33,7 +37,7 @@ class Attention:
     """Attention on one device; remembers a choice for every case that it has met.
 
     *kernels* None: there are none, and everything runs on the reference. *prompts* attends from more
-    queries than kernels serve.
+    queries than kernels serve. *stepping* takes decode steps of several rows at once, on a device that can.
     """
 
     def __init__(
@@ -41,11 +45,14 @@ class Attention:
         backend: Backend = "reference",
         kernels: Kernels | None = None,
         prompts: Attend = reference,
+        stepping: Stepping | None = None,
     ) -> None:
         self._backend = backend
         self._kernels = kernels
         self._prompts = prompts
+        self._stepping = stepping
         self._choices: dict[Case, Choice] = {}
+        self._step_choices: dict[tuple[Case, int], Choice] = {}
 
     def attend(
         self,
@@ -81,6 +88,37 @@ class Attention:
             self._choices[case] = self._choose(self._kernels, case)
         return self._choices[case]
 
+    @property
+    def steps(self) -> bool:
+        """Whether the device has kernels that take decode steps of several rows at once."""
+        return self._stepping is not None
+
+    def stepper(
+        self, case: Case, layout: TileLayout, keys: KeyTransform | None, scale: float, rows: int
+    ) -> Stepper | None:
+        """Return what takes decode steps of *rows* rows at once, each of them *case*; None: they go one by one.
+
+        It must prove itself as `choice` says.
+        """
+        if self._stepping is None or not self.step_choice(case, rows).fused:
+            return None
+        return self._stepping.stepper(case, layout, keys, scale)
+
+    def step_choice(self, case: Case, rows: int) -> Choice:
+        """Return what takes decode steps of *rows* rows at once, each of them *case*: kernels, or one by one as `choice` says."""
+        room = None if self._stepping is None else self._stepping.room_for(rows)
+        if self._stepping is None or room is None or not self.choice(case).fused:
+            return _REFERENCE
+        if (case, room) not in self._step_choices:
+            problem = partial(step_proof.problem, self._stepping, case, room)
+            self._step_choices[case, room] = choose(self._backend, None, problem)
+        return self._step_choices[case, room]
+
+    @property
+    def step_choices(self) -> Mapping[tuple[Case, int], Choice]:
+        """What takes decode steps, by case and rows that there is room for, as far as it has been asked for."""
+        return self._step_choices
+
     def _choose(self, kernels: Kernels, case: Case) -> Choice:
         problem = partial(proof.problem, kernels, case)
         return choose(self._backend, kernels.refusal(case), problem)
@@ -103,6 +141,6 @@ def _of(backend: Backend) -> Attention:
         case "metal":
             return Attention(backend, metal)
         case "cuda":
-            return Attention(backend, cuda)
+            return Attention(backend, cuda, stepping=cuda)
         case "reference" | "mlx":
             return REFERENCE

@@ -72,7 +72,7 @@ class Case:
             mask=_masking(mask),
             learned_sinks=sinks is not None,
             scaled_keys=keys is not None,
-            key_mean="none" if keys is None else _key_mean(keys),
+            key_mean=key_mean(keys),
         )
 
     def __str__(self) -> str:
@@ -97,7 +97,8 @@ def _masking(mask: mx.array | None) -> Masking:
     return "boolean" if mask.dtype == mx.bool_ else "additive"
 
 
-def _key_mean(keys: KeyTransform) -> KeyMean:
-    if keys.mean is None:
+def key_mean(keys: KeyTransform | None) -> KeyMean:
+    """Return what *keys* subtracts from packed keys, as a Case says it."""
+    if keys is None or keys.mean is None:
         return "none"
     return "constant" if keys.rotary is None else "rotary"

@@ -59,6 +59,11 @@ def _problem(kernels: Attend, case: Case, seed: int) -> str | None:
         got = given.run(kernels)
     except Exception as error:  # noqa: BLE001 - whatever a device's compiler or driver raises means "not here"
         return f"fail on this device ({type(error).__name__}: {first_line(error)})"
+    return difference(got, expected, case)
+
+
+def difference(got: mx.array, expected: mx.array, case: Case) -> str | None:
+    """Return how *got* is not what the reference gave for *case*, as problem does."""
     if (got.shape, got.dtype) != (expected.shape, expected.dtype):
         return f"return {got.dtype}{got.shape} instead of {expected.dtype}{expected.shape}"
     got, expected = got.astype(mx.float32), expected.astype(mx.float32)

@@ -80,5 +80,8 @@ def _names(chosen: Sequence[Choice]) -> str:
 
 def _failures(chosen: Sequence[Choice]) -> list[str]:
     """Return one warning for each way in which kernels failed."""
-    reasons = dict.fromkeys(choice.reason for choice in chosen if choice.failed)
-    return [f"{reason}; the reference runs instead, which is slower" for reason in reasons]
+    failed = dict.fromkeys((choice.reason, choice.fused) for choice in chosen if choice.failed)
+    return [
+        f"{reason}; {'rows are decoded one by one' if fused else 'the reference runs'} instead, which is slower"
+        for reason, fused in failed
+    ]

@@ -98,7 +98,7 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
     resolved, factory = caches.resolved, caches.factory
     bytes_per_token = cost.measure(model, factory)
     attention = on_this_device()
-    chosen = backends.choices(model, factory, attention)
+    chosen = backends.choices(model, factory, attention, rows=spec.server.max_concurrent)
     factory = factory.attended_by(attention)
     built = as_built(resolved, factory)
     report = kv_report(spec.kv, built, factory, chosen, bytes_per_token, caches.calibration)

@@ -10,15 +10,32 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
 from daemon.cache.build import parts
-from daemon.cache.row import Row
 from daemon.cache.sequence import BatchCache, SequenceCache
 
 RESAMPLE_S = 5.0  # a sample waits for the step that is computed ahead, so there are few of them
+
+
+class Packing(Protocol):
+    """A row, or a cache of several."""
+
+    @property
+    def due_tokens(self) -> int:
+        """Tokens that `pack` would move now."""
+        ...
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Every array that carries history."""
+        ...
+
+    def pack(self) -> None:
+        """Move all tokens but the tail into tiles."""
+        ...
 
 
 @dataclass(slots=True)
@@ -47,18 +64,18 @@ class PackingTime:
         self._clock = clock
         self._timed: dict[int, _Timed] = {}  # by the number of binary digits of the tokens
 
-    def sample(self, rows: Sequence[Sequence[Row]]) -> None:
-        """Pack what is due in *rows*, those of each layer, and time it, if such a sample is wanted."""
-        due = max((sum(row.due_tokens for row in layer) for layer in rows), default=0)
+    def sample(self, layers: Sequence[Sequence[Packing]]) -> None:
+        """Pack what is due in *layers*, the rows or caches of each, and time it, if such a sample is wanted."""
+        due = max((sum(each.due_tokens for each in layer) for layer in layers), default=0)
         known = self._timed.get(due.bit_length())
         if not due or (known is not None and self._clock() < known.next_at):
             return
-        mx.eval([row.arrays for layer in rows for row in layer])  # what else is in the making
+        mx.eval([each.arrays for layer in layers for each in layer])  # what else is in the making
         started = self._clock()
-        for layer in rows:
-            for row in layer:
-                row.pack()
-        mx.eval([row.arrays for layer in rows for row in layer])
+        for layer in layers:
+            for each in layer:
+                each.pack()
+        mx.eval([each.arrays for layer in layers for each in layer])
         ended = self._clock()
         self.seconds += ended - started
         if known is None:
@@ -74,7 +91,7 @@ class PackingTime:
             self.seconds += tokens * timed.seconds / timed.tokens
 
 
-def packed_rows(caches: Sequence[Any]) -> list[list[Row]]:
-    """Return the rows of those layers of *caches* that are packed, layer by layer."""
+def packed_layers(caches: Sequence[Any]) -> list[SequenceCache | BatchCache]:
+    """Return those of *caches* that are packed, layer by layer."""
     ours = (cache for cache in parts(caches) if isinstance(cache, SequenceCache | BatchCache))
-    return [cache.rows for cache in ours if cache.rows and cache.rows[0].packs]
+    return [cache for cache in ours if cache.rows and cache.rows[0].packs]

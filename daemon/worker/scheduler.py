@@ -20,7 +20,7 @@ from daemon.metrics.histogram import Observations
 from daemon.policy.claim import PREFILL_CHUNK, PREFILL_ROWS
 from daemon.policy.rules import Batching
 from daemon.worker.admission import Costs
-from daemon.worker.packing_time import PackingTime, packed_rows
+from daemon.worker.packing_time import PackingTime, packed_layers
 from daemon.worker.requests import GenerationRequest, TokenEvent
 from daemon.worker.sampling import make_logits_processors, make_sampler
 
@@ -179,12 +179,12 @@ class Scheduler(Generic[OwnerT]):
         if self._packing is None:
             step: tuple[Sequence[Any], Sequence[Any]] = self._generator.next()
             return step
-        decoding = packed_rows(self._generator._generation_batch.prompt_cache)
-        reading = packed_rows(self._generator._prompt_batch.prompt_cache)
+        decoding = packed_layers(self._generator._generation_batch.prompt_cache)
+        reading = packed_layers(self._generator._prompt_batch.prompt_cache)
         # a prompt that is kept exact is not due before it is decoded
-        early = [[row for row in layer if not row.exact_prompt] for layer in reading]
-        layers = zip_longest(decoding, early, fillvalue=())
-        self._packing.sample([[*first, *second] for first, second in layers])
+        early = [cache for cache in reading if not cache.rows[0].exact_prompt]
+        layers = zip_longest(decoding, early)
+        self._packing.sample([[cache for cache in layer if cache is not None] for layer in layers])
         before = self._packed_tokens()
         step = self._generator.next()
         after = self._packed_tokens()
@@ -195,9 +195,9 @@ class Scheduler(Generic[OwnerT]):
         """Return how many tokens of each row are packed, as its first packed layer has it."""
         found: dict[int, int] = {}
         for batch in (self._generator._prompt_batch, self._generator._generation_batch):
-            for layer in packed_rows(batch.prompt_cache)[:1]:
+            for layer in packed_layers(batch.prompt_cache)[:1]:
                 found |= {
-                    uid: row.packed_tokens for uid, row in zip(batch.uids, layer, strict=False)
+                    uid: row.packed_tokens for uid, row in zip(batch.uids, layer.rows, strict=False)
                 }
         return found
 

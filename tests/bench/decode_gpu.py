@@ -1,10 +1,11 @@
-"""Decode speed of an 8B-shaped llama with random 4-bit weights on one GPU: our caches against mlx-lm's own, in one run.
+"""Decode speed of an 8B-shaped llama with random weights on one GPU: our caches against mlx-lm's own, in one run.
 
-    python tests/bench/decode_gpu.py [--json FILE] [--cases 1x2048 8x8192 …]
+    python tests/bench/decode_gpu.py [--bits 4] [--json FILE] [--cases 1x2048 8x8192 …]
 
 Caches are filled with random keys and values, so nothing is prefilled and no weights are needed. A case is a
 batch size and a length. Times are of whole steps, on the clock of the wall: model, attention, the argmax and
-Python, with the next step's graph built while the GPU is busy, as mlx-lm's own generator does.
+Python, with the next step's graph built while the GPU is busy, as mlx-lm's own generator does. Weights of 16 bits show
+more of the caches in a batch: MLX's product of 4-bit weights with the vectors of several rows is slow on a GPU.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, QuantizedKVCache  # noqa:
 
 LAYERS, N_KV, DIM, VOCAB = 32, 8, 128, 128256
 SINKS, TAIL = 4, 32
-WARM, STEPS = 40, 64  # one fold of a tile to compile what it needs, and two
+WARM, STEPS = 72, 64  # two folds of a tile to compile what they need and make the graphs, and two
+SLOW = 1.5  # times the median: such steps are named
 CASES = ["1x2048", "1x8192", "1x32768", "1x131072", "8x2048", "8x8192", "8x32768", "32x8192"]
 MOST_BYTES = 110e9  # of caches, on a GPU of 141 GB
 
@@ -53,12 +55,15 @@ class Result:
     tokens: int
     cache: str
     tokens_per_second: float
+    mean_ms: float
+    median_ms: float
+    most_ms: float
     peak_gb: float
     cache_gb: float
 
 
-def make_model(layers: int) -> llama.Model:
-    """Return an 8B-shaped llama in 4 bits, groups of 64, layer by layer so that no 16-bit copy of it is needed."""
+def make_model(layers: int, bits: int) -> llama.Model:
+    """Return an 8B-shaped llama in 16 bits or fewer (groups of 64), made layer by layer so that no other copy is needed."""
     model = llama.Model(
         llama.ModelArgs(
             model_type="llama", hidden_size=4096, num_hidden_layers=layers, intermediate_size=14336,
@@ -67,7 +72,8 @@ def make_model(layers: int) -> llama.Model:
         )
     )  # fmt: skip
     model.update(tree_map(lambda x: x.astype(mx.float16), model.parameters()))
-    nn.quantize(model, group_size=64, bits=4)
+    if bits < 16:
+        nn.quantize(model, group_size=64, bits=bits)
     for _, weight in tree_flatten(model.parameters()):
         mx.eval(weight)
     mx.clear_cache()
@@ -98,20 +104,20 @@ def quantized_caches(rows: int, tokens: int, model: llama.Model) -> Caches:
     return caches
 
 
-def ours(name: str, *, plain: bool, mean: bool) -> Callable[[int, int, llama.Model], Caches]:
-    """Return what makes our caches; *plain*: sinks and tail in full precision, *mean*: keys lose their mean."""
+def ours(name: str, *, sinks: int, mean: bool) -> Callable[[int, int, llama.Model], Caches]:
+    """Return what makes our caches, with *sinks* and a tail in full precision; *mean*: keys lose their mean."""
 
     def make(rows: int, tokens: int, model: llama.Model) -> Caches:
         attention, caches = on_this_device(), []
-        for layer in model.layers:
+        for place, layer in enumerate(model.layers):
             keys = None
             if mean:
                 scale = mx.exp(0.3 * mx.random.normal((N_KV, DIM)))
                 rotary = Rotary(layer.self_attn.rope, DIM)
                 keys = KeyTransform(scale, 0.3 * mx.random.normal((N_KV, DIM)), rotary)
             row = Row(
-                SCHEMES[name], sink_tokens=SINKS if plain else 0, tail_tokens=TAIL if plain else 0,
-                keys=keys, attention=attention,
+                SCHEMES[name], sink_tokens=sinks, tail_tokens=TAIL,
+                keys=keys, attention=attention, place=place,
             )  # fmt: skip
             filled = []
             for _ in range(rows):
@@ -129,10 +135,11 @@ def ours(name: str, *, plain: bool, mean: bool) -> Callable[[int, int, llama.Mod
 KINDS: dict[str, Callable[[int, int, llama.Model], Caches]] = {
     "mlx-lm fp16": fp16_caches,
     "mlx-lm 4 bit": quantized_caches,
-    "turbo4v4": ours("turbo4v4", plain=True, mean=False),
-    "turbo4v4 + mean": ours("turbo4v4", plain=True, mean=True),
-    "turbo4v3 + mean": ours("turbo4v3", plain=True, mean=True),
-    "turbo8v4 + mean": ours("turbo8v4", plain=True, mean=True),
+    "turbo4v4": ours("turbo4v4", sinks=SINKS, mean=False),
+    "turbo4v4, no sinks": ours("turbo4v4", sinks=0, mean=False),
+    "turbo4v4 + mean": ours("turbo4v4", sinks=SINKS, mean=True),
+    "turbo4v3 + mean": ours("turbo4v3", sinks=SINKS, mean=True),
+    "turbo8v4 + mean": ours("turbo8v4", sinks=SINKS, mean=True),
 }
 
 
@@ -158,29 +165,36 @@ def measure(model: llama.Model, rows: int, tokens: int, kind: str) -> Result:
     steps = [end - begin for begin, end in pairwise(ends[WARM - 1 :])]
     seconds = sum(steps)
     result = Result(
-        rows, tokens, kind, rows * STEPS / seconds, mx.get_peak_memory() / 1e9, size / 1e9
-    )
+        rows, tokens, kind, rows * STEPS / seconds, seconds / STEPS * 1e3, median(steps) * 1e3,
+        max(steps) * 1e3, mx.get_peak_memory() / 1e9, size / 1e9,
+    )  # fmt: skip
     print(
         f"{rows} × {tokens:6d} {kind:16s} {result.tokens_per_second:8.1f} tokens/s,"
-        f" a step {seconds / STEPS * 1e3:6.2f} ms (median {median(steps) * 1e3:.2f},"
-        f" most {max(steps) * 1e3:.2f}), peak {result.peak_gb:.1f} GB, caches {result.cache_gb:.2f} GB",
+        f" a step {result.mean_ms:6.2f} ms (median {result.median_ms:.2f},"
+        f" most {result.most_ms:.2f}), peak {result.peak_gb:.1f} GB, caches {result.cache_gb:.2f} GB",
         flush=True,
     )
+    slow = [
+        f"{at}: {ms:.1f}"
+        for at, ms in enumerate(1e3 * step for step in steps)
+        if ms > SLOW * result.median_ms
+    ]
+    print(f"    slow steps (number: ms): {', '.join(slow) or 'none'}")
     return result
 
 
 def table(results: list[Result]) -> str:
     base = {(r.rows, r.tokens): r.tokens_per_second for r in results if r.cache == "mlx-lm fp16"}
     lines = [
-        "| rows × tokens | cache | tokens/s | × fp16 | peak GB | caches GB |",
-        "|---|---|---|---|---|---|",
+        "| rows × tokens | cache | tokens/s | × fp16 | step ms: mean | median | most | caches GB | peak GB |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
         first = base.get((r.rows, r.tokens))
         ratio = f"{r.tokens_per_second / first:.2f}" if first else "–"
         lines.append(
             f"| {r.rows} × {r.tokens} | {r.cache} | {r.tokens_per_second:.1f} | {ratio} |"
-            f" {r.peak_gb:.1f} | {r.cache_gb:.2f} |"
+            f" {r.mean_ms:.2f} | {r.median_ms:.2f} | {r.most_ms:.2f} | {r.cache_gb:.2f} | {r.peak_gb:.1f} |"
         )
     return "\n".join(lines)
 
@@ -192,16 +206,17 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=CASES, help="ROWSxTOKENS")
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--bits", type=int, default=4, choices=[4, 8, 16], help="of a weight")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     gpu = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
     about = {
         "gpu": gpu, "mlx": mx.__version__, "mlx_lm": mlx_lm.__version__,
-        "python": platform.python_version(), "layers": str(options.layers),
+        "python": platform.python_version(), "layers": str(options.layers), "bits": str(options.bits),
     }  # fmt: skip
     print(about)
-    model = make_model(options.layers)
+    model = make_model(options.layers, options.bits)
     results = []
     for case in options.cases:
         rows, tokens = map(int, case.split("x"))
@@ -223,6 +238,8 @@ def main() -> None:
                 data = {"machine": about, "results": [asdict(result) for result in results]}
                 options.json.write_text(json.dumps(data, indent=1) + "\n")
     print(table(results))
+    for (case, room), choice in on_this_device().step_choices.items():
+        print(f"steps of up to {room} rows of {case}: {choice.backend} {choice.reason or ''}")
 
 
 if __name__ == "__main__":

@@ -355,3 +355,52 @@ def test_an_exact_prompt_and_a_token_budget_exclude_each_other() -> None:
             exact_prompt=256,
             token_budget=256,
         )
+
+
+def test_the_layers_of_a_model_do_not_all_grow_at_one_step() -> None:
+    """Growing copies what is packed: for a moment there are two of it."""
+    keys, values = tokens(2048)
+    grown: list[set[int]] = []
+    for place in range(4):
+        row = Row(parse_scheme("turbo4v4"), sink_tokens=4, tail_tokens=32, place=place)
+        row.append(keys, values)
+        sizes: dict[int, int] = {}
+        for fold in range(40):
+            row.append(*(side[:, 32 * fold : 32 * fold + 32] for side in (keys, values)))
+            assert row.tiles is not None
+            sizes.setdefault(row.tiles.shape[1], fold)
+        grown.append(set(sizes.values()) - {0, 1})
+
+    assert all(grown)
+    assert sum(map(len, grown)) == len(set.union(*grown))
+
+
+def test_a_fold_writes_into_the_buffer_that_nobody_else_holds() -> None:
+    keys, values = tokens(900)
+    row = Row(parse_scheme("turbo4v4"), sink_tokens=4, tail_tokens=32)
+    places: dict[int, list[int]] = {}
+    for start in range(0, 900, 30):
+        row.append(keys[:, start : start + 30], values[:, start : start + 30])
+        mx.eval(row.arrays)
+        if row.tiles is not None:
+            place = np.array(row.tiles, copy=False).__array_interface__["data"][0]
+            places.setdefault(row.tiles.shape[1], []).append(place)
+
+    assert max(map(len, places.values())) > 4
+    assert all(len(set(seen)) == 1 for seen in places.values())
+
+
+@pytest.mark.parametrize("scheme", ["turbo4v4", "turbo0v4", "fp16"])
+def test_a_prompt_that_is_packed_leaves_nothing_of_itself_in_memory(scheme: str) -> None:
+    """Sinks and tail are a few tokens of chunks of hundreds, which they must not keep alive."""
+    row = Row(parse_scheme(scheme), sink_tokens=4, tail_tokens=32)
+    before = mx.get_active_memory()
+    for seed in range(3):
+        keys, values = (side.astype(mx.float16) for side in tokens(512, seed=seed))
+        row.append(keys, values)
+        mx.eval(row.arrays)
+        del keys, values
+    row.pack()
+    mx.eval(row.arrays)
+
+    assert mx.get_active_memory() - before < 1.1 * row.nbytes + 65536

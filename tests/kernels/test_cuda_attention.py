@@ -10,10 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from daemon.kernels import codebook, codec, order, packing, rotation
+from daemon.kernels import codebook, codec, cuda, encode, order, packing, rotation, step_proof
+from daemon.kernels.case import Case
 from daemon.kernels.cuda import encoding, launch, plan, rounding
 from daemon.kernels.keys import KeyTransform, Rotary
 from daemon.kernels.packing import TILE, Packed, TileLayout
+from daemon.kernels.stepping import Leaving, Span
 from daemon.kernels.stored import RawSide, Stored
 from daemon.policy.schemes import FP16, INT8, TURBO2, TURBO3, TURBO4, TURBO5, Codec
 
@@ -277,49 +279,110 @@ def test_the_general_kernel_takes_any_length() -> None:
         assert np.linalg.norm(got - want) < 1e-3 * np.linalg.norm(want)
 
 
-def test_a_batch_reads_its_tiles_through_a_page_table() -> None:
+@pytest.mark.parametrize("rows", [1, 3, 9, 40])
+def test_a_step_of_ragged_rows_attends_and_takes_in_the_newest_token(rows: int) -> None:
+    """In one node: rows of many lengths, one all in full precision, with slots of tokens that have left."""
+    lengths = [33, 203, 1000, 60, 4000]
     problems = [
-        Problem(packed_to=packed, tail=37, mean="rotary", seed=packed, n_kv=2)
-        for packed in (33, 203, 1000)
+        Problem(packed_to=lengths[i % 5], tail=37 - i % 7, mean="rotary", seed=i, n_kv=2)
+        for i in range(rows)
     ]
     built = [build(problem) for problem in problems]
     transform = built[0][1].keys
-    rng = np.random.default_rng(5)
-    most = max(stored.tiles.shape[1] for _, stored, _, _ in built if stored.tiles is not None)
-    count = most * len(built)
-    free = rng.permutation(count)
-    layout = built[0][1].layout
-    slab = np.full((2, count, layout.words), 0xFFFFFFFF, dtype=np.uint32)
-    pages = np.zeros((len(built), most), dtype=np.int32)
-    for row, (_, stored, _, _) in enumerate(built):
-        assert stored.tiles is not None
-        tiles = np.array(stored.tiles)
-        mine = free[row * most : row * most + tiles.shape[1]]
-        pages[row, : len(mine)] = mine
-        slab[:, mine] = tiles
-    raw = launch.Raw(
-        *(
-            mx.stack([getattr(getattr(stored, side), part) for _, stored, _, _ in built])
-            for side, part in (("k", "head"), ("k", "tail"), ("v", "head"), ("v", "tail"))
+    stored = [replace(each, keys=transform) for _, each, _, _ in built]
+    if rows > 1:
+        short = stored[1]
+        stored[1] = replace(
+            short, packed_from=0, packed_to=0, length=4 + problems[1].tail, tiles=None
         )
+    queries = mx.stack([each for each, *_ in built])
+    left = [2 * (row.packed_to > 0) for row in stored]
+    sides = [mx.stack([row.k.joined(), row.v.joined()]) for row in stored]
+    plain = mx.stack([spaced(side[:, :, :-1], gap) for side, gap in zip(sides, left, strict=True)])
+    fresh = [mx.stack([side[which, :, -1:] for side in sides]) for which in (0, 1)]
+    spans = tuple(
+        Span(row.length, row.packed_from, row.packed_to, 0, gap)
+        for row, gap in zip(stored, left, strict=True)
     )
-    layer = launch.layer_of(layout, 2, transform)
+    tiles = [mx.zeros((1, 1, 16), mx.uint32) if row.tiles is None else row.tiles for row in stored]
+    layer = launch.layer_of(stored[0].layout, 2, transform)
     assert layer is not None
+
     for splits in (1, 5, 40):
-        got = launch.fast(
-            mx.stack([queries for queries, *_ in built]),
-            mx.array(slab),
-            launch.spans_of(tuple((p.length, 4, p.packed_to, 0) for p in problems)),
-            raw,
+        got, following = launch.fast(
+            queries,
+            (fresh[0], fresh[1]),
+            plain,
+            tiles,
+            launch.spans_of(spans, fresh=True),
             layer,
             128**-0.5,
             splits,
-            pages=mx.array(pages),
         )
-        for row, (queries, stored, _, _) in enumerate(built):
-            want = expected(queries, replace(stored, keys=transform), 128**-0.5, None, None)
-            off = np.linalg.norm(wide(got[row]) - want) / np.linalg.norm(want)
-            assert off < 2e-3, (splits, row)
+        for index, row in enumerate(stored):
+            one = queries[index]
+            want = (
+                attended(one, row)
+                if row.tiles is None
+                else expected(one, row, 128**-0.5, None, None)
+            )
+            off = np.linalg.norm(wide(got[index]) - want) / np.linalg.norm(want)
+            assert off < 2e-3, (splits, index)
+            count = sides[index].shape[2]
+            assert mx.array_equal(following[index][:, :, :count], sides[index])
+
+
+def spaced(side: mx.array, gap: int) -> mx.array:
+    """Return *side* (2, H, n, D) in 64 slots, with a gap of NaN behind four sinks."""
+    gone = mx.full((*side.shape[:2], gap, side.shape[3]), mx.nan, dtype=side.dtype)
+    side = mx.concatenate([side[:, :, :4], gone, side[:, :, 4:]], axis=2)
+    return mx.pad(side, [(0, 0), (0, 0), (0, 64 - side.shape[2]), (0, 0)])
+
+
+def attended(queries: mx.array, stored: Stored) -> Float:
+    """Attend in float64 to what is all in full precision."""
+    k, v = (np.repeat(wide(side.joined()), 4, axis=0) for side in (stored.k, stored.v))
+    scores = np.einsum("hld,htd->hlt", wide(queries), k) * 128**-0.5
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    out: Float = np.einsum("hlt,htd->hld", weights / weights.sum(axis=-1, keepdims=True), v)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("k", "mean", "dim"),
+    [
+        (TURBO4, "none", 128),
+        (TURBO4, "rotary", 128),
+        (INT8, "partial", 128),
+        (TURBO3, "interleaved", 64),
+    ],
+)
+def test_steps_prove_themselves_and_fold_as_the_reference_does(
+    k: Codec, mean: str, dim: int
+) -> None:
+    kinds = {"none": "none", "rotary": "rotary", "partial": "rotary", "interleaved": "rotary"}
+    case = Case(
+        k, TURBO4, dim, dim, n_heads=8, n_kv_heads=2, queries=1, dtype=mx.float16,
+        scaled_keys=mean != "none", key_mean=kinds[mean],
+    )  # fmt: skip
+    for room in (1, 8):
+        assert step_proof.problem(cuda, case, room) is None
+    rng = np.random.default_rng(1)
+    layout = TileLayout(k, TURBO4, dim, dim, order.FRAGMENTS)
+    keys = keys_of(Problem(mean=mean, dim_k=dim), rng)
+    stepper = cuda.stepper(case, layout, keys, 0.1)
+    assert stepper is not None
+    plain = mx.array(rng.standard_normal((3, 2, 2, 68, dim)).astype(np.float32)).astype(mx.float16)
+    leaving = (Leaving(2, 4, 4, 28, 4), Leaving(0, 7, 0, 32, 4_016))
+
+    folded = stepper.fold(plain, leaving)
+
+    for at, each in enumerate(leaving):
+        tokens, values = plain[each.row][:, :, each.slot : each.slot + each.tokens]
+        if keys is not None:
+            tokens = keys.centered(tokens, each.position)
+        want = encode.encoded(tokens, values, layout, first=each.first, old=None)
+        assert encode.difference(folded[at], want, layout) is None
 
 
 def test_numbers_that_are_not_finite_stay_with_their_head() -> None:

@@ -14,9 +14,11 @@ from daemon.kernels.case import Case
 from daemon.kernels.cuda import angles, launch, plan, sources
 from daemon.kernels.keys import KeyTransform, Rotary
 from daemon.kernels.packing import TileLayout
+from daemon.kernels.stepping import Span
 from daemon.policy.schemes import AFFINE8, FP16, INT8, TURBO2, TURBO3_5, TURBO4, TURBO5, Codec
 
 MOST_SHARED = 232_448  # bytes of a block on compute capability 9.0
+FAST_TEXT = sources.fast_text({}, "float", 1, sinks=False)
 CASE = Case(TURBO4, TURBO4, 128, 128, n_heads=32, n_kv_heads=8, queries=1, dtype=mx.float16)
 
 
@@ -58,11 +60,27 @@ def test_every_general_variant_fits_too(dim_k: int, dim_v: int) -> None:
 
 
 def test_splits_are_at_most_a_block_a_multiprocessor_and_a_tile_a_warp() -> None:
-    assert plan.fast_splits(1, 8, 4096) == 16
-    assert plan.fast_splits(8, 8, 256) == 2
-    assert plan.fast_splits(64, 8, 4096) == 1
-    assert plan.fast_splits(1, 8, 64) == 8
-    assert plan.fast_splits(1, 8, 1) == 1
+    assert plan.fast_splits(8, [4096]) == 16
+    assert plan.fast_splits(8, [256] * 8) == 2
+    assert plan.fast_splits(8, [4096] * 64) == 1
+    assert plan.fast_splits(8, [64]) == 8
+    assert plan.fast_splits(8, [1]) == 1
+    assert plan.fast_splits(8, [0, 0]) == 1
+
+
+def test_a_row_longer_than_the_others_is_cut_into_more_parts() -> None:
+    assert plan.fast_splits(8, [4096, *[64] * 7]) == 14
+    assert plan.fast_splits(8, [4096, 2048]) == 11
+
+
+def test_a_kernel_has_room_for_as_many_rows_or_some_more() -> None:
+    assert [plan.room_for(rows) for rows in (1, 2, 8, 9, 33, 64, 65)] == [1, 8, 8, 32, 64, 64, None]
+
+
+def test_every_head_of_every_row_has_a_counter_of_its_own() -> None:
+    for heads in (1, 32, 1024, 1025, 64 * 64):
+        assert heads <= plan.counters_for(heads)
+    assert len({plan.counters_for(32 * rows) for rows in range(1, 65)}) == 2
 
 
 @pytest.mark.parametrize(
@@ -113,7 +131,7 @@ def test_the_constants_give_back_every_token_of_a_tile() -> None:
         assert np.abs(value - 32512 * wave).max() <= 0.5
         corrections = words[1024 + 16 * part : 1040 + 16 * part].view(np.int32)
         assert np.array_equal(corrections, -128 * value.sum(axis=1))
-    turns = words[1184:].view(np.uint64).astype(np.float64) / 2.0**64
+    turns = words[1056:].view(np.uint64).astype(np.float64) / 2.0**64
     assert np.allclose(turns, theta / (4 * np.pi), rtol=1e-9)
 
 
@@ -137,14 +155,16 @@ def test_spans_are_one_array_for_all_layers_of_a_step() -> None:
     assert launch.spans_of(((100, 4, 64, 0), (70, 4, 32, 32))) is spans
     assert spans.shape == (2, 16)
     assert spans[:, :4].tolist() == [[100, 4, 64, 0], [70, 4, 32, 32]]
+    grown = launch.spans_of((Span(100, 4, 64, left=32), Span(70, 0, 0)), 5, fresh=True)
+    assert grown[:, :7].tolist() == [[105, 4, 64, 0, 32, 1, 0], [75, 0, 0, 0, 0, 1, 0]]
 
 
 def test_bodies_ask_for_pages_masks_and_sinks_only_where_there_are_any() -> None:
-    assert "pages" not in sources.fast_text(paged=False, sinks=False)[1]
-    assert "pages_shape[1]" in sources.fast_text(paged=True, sinks=False)[1]
+    assert "tiles1" not in FAST_TEXT[1]
+    assert "tiles7_strides" in sources.fast_text({}, "float", 8, sinks=True)[1]
     assert "mask_shape" not in sources.scan_text(paged=False, masked=False)[1]
     assert "logits, " in sources.merge_text(sinks=True)[1]
-    for text in (sources.fast_text(paged=False, sinks=False), sources.encode_text()):
+    for text in (FAST_TEXT, sources.encode_text(), sources.fold_text({}, "float")):
         for line in text[0].splitlines():
             if line.startswith("#include"):
                 assert (sources.FOLDER / line.split("/")[-1].rstrip('"')).is_file()

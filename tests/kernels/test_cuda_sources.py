@@ -15,7 +15,7 @@ from daemon.kernels.cuda import plan, sources
 INPUT_TYPES = {
     "tiles": "unsigned int", "spans": "int", "layer": "float", "counters": "unsigned int",
     "rotated": "float", "k_levels": "float", "v_levels": "float", "mean": "float", "pairs": "int",
-    "plain": "int", "table": "float", "mask": "float", "pages": "int", "sums": "float",
+    "plain": "int", "table": "float", "mask": "float", "pages": "int", "sums": "float", "folds": "int",
 }  # fmt: skip
 
 # What MLX puts in front of a kernel: shapes and strides of its inputs are arguments by value.
@@ -52,19 +52,24 @@ def kernel_text(
     return f'extern "C" __global__ void {name}({", ".join(arguments)}) {{\n{constants}{body}\n}}\n'
 
 
-def fast_text(dim: int, grouped: int, k_bits: int, v_bits: int, rotary: bool, kind: str) -> str:
+def fast_text(
+    dim: int, grouped: int, k_bits: int, v_bits: int, rotary: bool, kind: str, rows: int
+) -> str:
     shape = plan.FastShape(dim, grouped, k_bits, v_bits, rotary)
-    vectors = dict.fromkeys(("q", "k_head", "k_tail", "v_head", "v_tail", "logits"), kind)
+    vectors = dict.fromkeys(("q", "fresh_keys", "fresh_values", "plain", "logits"), kind)
+    tiles = {f"tiles{row}": "unsigned int" for row in range(rows)}
+    constants = {
+        "DIM": dim, "GROUPED": grouped, "K_BITS": k_bits, "V_BITS": v_bits, "ROTARY": int(rotary),
+        "HAS_MEAN": 1, "N_PAIRS": dim // 2 * rotary, "PAIR_STEP": 1, "PAIR_GAP": dim // 2, "SCALE": 1,
+        "K_STEP": 1, "V_STEP": 1, "SHARED": shape.shared_bytes,
+    }  # fmt: skip
     return kernel_text(
         f"fast_{dim}_{grouped}_{k_bits}_{v_bits}_{rotary:d}",
-        sources.fast_text(paged=rotary, sinks=not rotary),
-        [*sources.FAST_INPUTS, *["pages"] * rotary, *["logits"] * (not rotary)],
-        {"out": kind, "sums": "float"},
-        vectors,
-        DIM=dim, GROUPED=grouped, K_BITS=k_bits, V_BITS=v_bits, ROTARY=int(rotary), HAS_MEAN=1,
-        N_PAIRS=dim // 2 * rotary, PAIR_STEP=1, PAIR_GAP=dim // 2, SCALE=1, K_STEP=1, V_STEP=1,
-        SHARED=shape.shared_bytes, T=kind,
-    )  # fmt: skip
+        sources.fast_text(constants, kind, rows, sinks=not rotary),
+        sources.fast_inputs(rows, sinks=not rotary),
+        {"out": kind, "next": kind, "sums": "float"},
+        vectors | tiles,
+    )
 
 
 def scan_text(dims: tuple[int, int], bits: tuple[int, int], tile_order: int, masked: bool) -> str:
@@ -104,13 +109,25 @@ def encode_text(dim: int, k_bits: int, v_bits: int, kind: str) -> str:
     )  # fmt: skip
 
 
+def fold_text(dim: int, k_bits: int, v_bits: int, kind: str, step: int) -> str:
+    constants = {
+        "DIM": dim, "K_BITS": k_bits, "V_BITS": v_bits, "K_LEVELS": 2**k_bits, "V_LEVELS": 2**v_bits,
+        "STRETCHES": 8, "HAS_MEAN": 1, "N_PAIRS": dim // 4, "PAIR_STEP": step,
+        "PAIR_GAP": dim // 4 if step == 1 else 1,
+    }  # fmt: skip
+    return kernel_text(
+        f"fold_{dim}_{k_bits}_{v_bits}", sources.fold_text(constants, kind), sources.FOLD_INPUTS,
+        {"out": "unsigned int"}, {"plain": kind},
+    )  # fmt: skip
+
+
 VARIANTS = {
     "fast": (
-        sources.fast_text(paged=False, sinks=False)[0],
+        sources.fast_text({}, "float", 1, sinks=False)[0],
         [
-            fast_text(128, 4, 4, 4, True, "__half"),
-            fast_text(128, 5, 8, 3, False, "__nv_bfloat16"),
-            fast_text(64, 8, 5, 2, True, "float"),
+            fast_text(128, 4, 4, 4, True, "__half", 1),
+            fast_text(128, 5, 8, 3, False, "__nv_bfloat16", 8),
+            fast_text(64, 8, 5, 2, True, "float", 64),
         ],
     ),
     "general": (
@@ -126,6 +143,10 @@ VARIANTS = {
     "encoding": (
         sources.encode_text()[0],
         [encode_text(128, 4, 3, "__half"), encode_text(64, 5, 8, "__nv_bfloat16")],
+    ),
+    "folding": (
+        sources.fold_text({}, "float")[0],
+        [fold_text(128, 4, 4, "__half", 1), fold_text(64, 8, 3, "__nv_bfloat16", 2)],
     ),
     "rounding": (sources.round_text()[0], [round_text(80, 16), round_text(128, 11)]),
 }

@@ -15,14 +15,20 @@ from daemon.policy.spec import LayerRule
 from daemon.worker import model as worker_model
 from daemon.worker.model import LoadedModel
 from tests.kernels.fake_kernels import FakeKernels, not_compiled
+from tests.kernels.fake_stepping import FakeStepping
 from tests.worker.specs import worker_spec
 from tests.worker.tiny_model import write_tiny_model
 
 
 def load(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, kernels: FakeKernels, **kv: object
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kernels: FakeKernels,
+    stepping: FakeStepping | None = None,
+    **kv: object,
 ) -> LoadedModel:
-    monkeypatch.setattr(worker_model, "on_this_device", lambda: Attention("cuda", kernels))
+    attention = Attention("cuda", kernels, stepping=stepping)
+    monkeypatch.setattr(worker_model, "on_this_device", lambda: attention)
     spec = worker_spec()
     changed = {
         "model_path": str(write_tiny_model(folder, num_hidden_layers=4)),
@@ -69,6 +75,35 @@ def test_kernels_that_do_not_compile_give_one_warning_and_the_same_answer(
     (warning,) = [text for text in report.warnings if "kernels" in text]
     assert warning == f"{group.backend_reason}; the reference runs instead, which is slower"
     assert mx.array_equal(decoded(broken), decoded(fine))
+
+
+def test_steps_of_as_many_rows_as_are_served_prove_themselves_at_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepping = FakeStepping(most=64)
+    loaded = load(tmp_path / "m", monkeypatch, FakeKernels(), stepping)
+
+    assert stepping.calls == [1, 3]  # for one sequence and for several; four layers alike
+    assert loaded.kv_report.layers[0].backend_reason is None
+    decoded(loaded)
+    assert stepping.calls == [1, 3] + 4 * [1]
+
+
+def test_steps_of_several_rows_that_are_wrong_give_one_warning_and_rows_go_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepping = FakeStepping(most=64, spoil=lambda out, plain: (2 * out, plain))
+    broken = load(tmp_path / "a", monkeypatch, FakeKernels(), stepping)
+    fine = load(tmp_path / "b", monkeypatch, FakeKernels())
+
+    (group,) = broken.kv_report.layers
+    assert group.backend == "cuda"
+    assert "disagree with the reference" in (group.backend_reason or "")
+    (warning,) = [text for text in broken.kv_report.warnings if "kernels" in text]
+    assert warning.endswith("; rows are decoded one by one instead, which is slower")
+    proven = len(stepping.calls)
+    assert mx.array_equal(decoded(broken), decoded(fine))
+    assert len(stepping.calls) == proven
 
 
 def test_layers_are_told_apart_by_what_attends_to_them(

@@ -2,6 +2,7 @@
 
 from daemon.kernels.cuda.encoding import encoding_refusal, tiles
 from daemon.kernels.cuda.launch import attend
-from daemon.kernels.cuda.plan import refusal
+from daemon.kernels.cuda.plan import refusal, room_for
+from daemon.kernels.cuda.stepping import stepper
 
-__all__ = ["attend", "encoding_refusal", "refusal", "tiles"]
+__all__ = ["attend", "encoding_refusal", "refusal", "room_for", "stepper", "tiles"]

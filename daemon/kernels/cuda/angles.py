@@ -11,8 +11,7 @@ import numpy.typing as npt
 from daemon.kernels.keys import Rotary
 
 PAIRS = 64  # the kernel's tables have room for so many
-TILE_STRIDE = 256  # tokens between two tiles of one warp: 8 warps, 32 tokens a tile
-WORDS = 1312  # of `constants`; mean.cuh names the parts
+WORDS = 1184  # of `constants`; mean.cuh names the parts
 
 _LARGEST = 32512  # what a cosine of 1 becomes: both bytes of it are signed
 _REFINED_AT = (32, 1024, 32768)  # powers of two: position times frequency is exact in float32 there
@@ -81,14 +80,8 @@ def constants(theta: Float) -> Words:
     """Return the kernel's constants for pairs that turn by *theta* radians a token (mean.cuh), uint32 (WORDS,)."""
     theta = np.concatenate([theta, np.zeros(PAIRS - len(theta))])
     words = np.zeros(WORDS, dtype=np.uint32)
-    words[1056:1184] = (
-        np.stack([np.cos(TILE_STRIDE * theta), np.sin(TILE_STRIDE * theta)], axis=-1)
-        .astype(np.float32)
-        .view(np.uint32)
-        .ravel()
-    )
     turns = [int(angle / (4 * np.pi) * 2.0**64) % 2**64 for angle in theta.tolist()]
-    words[1184:1312] = np.array(turns, dtype=np.uint64).view(np.uint32)
+    words[1056:] = np.array(turns, dtype=np.uint64).view(np.uint32)
     corrections = words[1024:1056].view(np.int32)
     middle = np.arange(16)[:, None] + 0.5
     for part, wave in enumerate((np.cos(middle * theta), np.sin(middle * theta))):

@@ -13,6 +13,7 @@ constexpr int WARP = 32;
 constexpr u32 ALL = 0xffffffffu;
 constexpr float LOG2E = 1.44269504f;
 constexpr float LOWEST = -1e30f;  // a running maximum before the first score; finite, so that differences are
+constexpr float MASKED = -1e38f;  // below LOWEST: its weight is zero whatever the maximum
 
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
@@ -27,6 +28,9 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return r;
 }
 
+// The same for all lanes of a warp, and the compiler knows it: branches on it are no divergence.
+__device__ __forceinline__ int warp_index() { return __shfl_sync(ALL, threadIdx.x / WARP, 0); }
+
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int o = 16; o; o >>= 1) x += __shfl_xor_sync(ALL, x, o);
@@ -39,15 +43,34 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
+// Numbers that lie together, read and written at once.
+template <int COUNT, class T = float>
+struct alignas(COUNT * sizeof(T)) Numbers {
+  T at[COUNT];
+};
+
+// Not to be unpacked any earlier: of bfloat16 the compiler would keep all floats of all tokens at once.
+template <int COUNT, class T>
+__device__ __forceinline__ void keep_packed(Numbers<COUNT, T>&) {}
+template <int COUNT>
+__device__ __forceinline__ void keep_packed(Numbers<COUNT, __nv_bfloat16>& numbers) {
+  u32* words = reinterpret_cast<u32*>(&numbers);
+#pragma unroll
+  for (int i = 0; i < COUNT / 2; ++i) asm volatile("" : "+r"(words[i]));
+}
+
 // One row of a batch: tokens 0 to length, of which those from packed_from to packed_to are in tiles;
-// token p was computed at position p + dropped. The words of one row of the `spans` array, int32 (B, 16).
+// token p was computed at position p + dropped. Of the plain tokens (plain.cuh), `left` after the sinks have gone into
+// tiles since they were written, and `fresh` says that the newest token is not among them yet. The words of one row of
+// the `spans` array, int32 (B, 16).
 struct Span {
-  int length, packed_from, packed_to, dropped;
+  int length, packed_from, packed_to, dropped, left, fresh;
 };
 
 __device__ __forceinline__ Span span_of(const int* spans, int row) {
   const int4 s = *reinterpret_cast<const int4*>(spans + 16 * row);
-  return {s.x, s.y, s.z, s.w};
+  const int2 t = *reinterpret_cast<const int2*>(spans + 16 * row + 4);
+  return {s.x, s.y, s.z, s.w, t.x, t.y};
 }
 
 // Vectors in full precision, ([B,] H, n, D) with any strides.
@@ -68,7 +91,7 @@ __device__ __forceinline__ Vectors<T> vectors(const T* data, const Strides& stri
 }
 
 // Tiles of all rows, uint32 (H, pages, words); `pages` maps a row's tiles to pages, int32 (B, most), or is null:
-// then tile t is page t, and there is one row.
+// then tile t is page t, there is one row, and `most` is how many tiles there is room for.
 struct Tiles {
   const u32* data;
   long long head, page;

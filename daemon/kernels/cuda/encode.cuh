@@ -1,5 +1,5 @@
-// Keys and values of whole tiles to packed words in fragments: one block a tile of one KV head. Keys come without their
-// mean and scale. The formulas are those of daemon/kernels/codec.py.
+// Keys and values of whole tiles to packed words in fragments: one block a tile of one KV head. The formulas are those of
+// daemon/kernels/codec.py.
 #pragma once
 
 namespace tqd {
@@ -7,15 +7,13 @@ namespace tqd {
 constexpr int ENCODE_WARPS = 8;
 constexpr float FP16_MAX = 65504.f, TINY = 1e-30f;
 
-// The codes of one vector, rotated, go into `words`. Returns its scale, which fp16 can hold.
-template <int D, int BITS, int LEVELS, int STRETCHES, bool KEYS, class T>
-__device__ __forceinline__ float encode_vector(const T* vector, long long stride, const float* signs,
-                                               const float* numbers, u32* words, int t, int lane) {
+// The codes of one vector go into `words`; it comes with the signs of its rotation, number lane + 32·i in x[i]. Returns
+// its scale, which fp16 can hold.
+template <int D, int BITS, int LEVELS, int STRETCHES, bool KEYS>
+__device__ __forceinline__ float encode_vector(float (&x)[D / WARP], const float* numbers, u32* words, int t, int lane) {
   constexpr int R = D / WARP;
-  float x[R], square = 0.f, most = 0.f, scale;
+  float square = 0.f, most = 0.f, scale;
   int code[R];
-#pragma unroll
-  for (int i = 0; i < R; ++i) x[i] = to_float(vector[(lane + WARP * i) * stride]) * __ldg(signs + lane + WARP * i);
   hadamard<R>(x, lane);
 #pragma unroll
   for (int i = 0; i < R; ++i) {
@@ -40,20 +38,16 @@ __device__ __forceinline__ float encode_vector(const T* vector, long long stride
   return scale;
 }
 
-template <int D, int KB, int VB, int K_LEVELS, int V_LEVELS, int STRETCHES, class K, class V>
-struct Encode {
-  static constexpr int K_WORDS = KB * D, V_WORDS = VB * D, WORDS = K_WORDS + V_WORDS + TILE;
+template <int D, int KB, int VB, int K_LEVELS, int V_LEVELS, int STRETCHES>
+struct Encoding {
+  static constexpr int R = D / WARP, K_WORDS = KB * D, V_WORDS = VB * D, WORDS = K_WORDS + V_WORDS + TILE;
 
-  Vectors<K> keys;  // (KV heads, count, D)
-  Vectors<V> values;
-  const float* k_signs;  // (D,)
-  const float* v_signs;
   const float* k_numbers;  // as round_values wants them; not read at 8 bits
   const float* v_numbers;
-  int count, first;  // vectors, and the slot of the first one
-  u32* out;          // (KV heads, tiles, WORDS)
 
-  __device__ void run(int tile, int n_tiles, int kv, u32* words) const {
+  // One tile: `take(i, keys, values)` gives vector i with its signs, for the slots from `first` on.
+  template <class Take>
+  __device__ void tile(int tile, int first, int count, const Take& take, u32* words, u32* to) const {
     const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
     for (int i = threadIdx.x; i < WORDS; i += blockDim.x) words[i] = 0;
     __syncthreads();
@@ -67,15 +61,35 @@ struct Encode {
         }
         continue;
       }
-      const float k_scale = encode_vector<D, KB, K_LEVELS, STRETCHES, true>(keys.at(0, kv, i), keys.dim, k_signs,
-                                                                            k_numbers, words, t, lane);
-      const float v_scale = encode_vector<D, VB, V_LEVELS, STRETCHES, false>(values.at(0, kv, i), values.dim, v_signs,
-                                                                             v_numbers, words + K_WORDS, t, lane);
+      float k[R], v[R];
+      take(i, lane, k, v);
+      const float k_scale = encode_vector<D, KB, K_LEVELS, STRETCHES, true>(k, k_numbers, words, t, lane);
+      const float v_scale = encode_vector<D, VB, V_LEVELS, STRETCHES, false>(v, v_numbers, words + K_WORDS, t, lane);
       if (lane == 0) scales[slot] = __float2half(k_scale), scales[TILE + slot] = __float2half(v_scale);
     }
     __syncthreads();
-    u32* to = out + ((long long)kv * n_tiles + tile) * WORDS;
     for (int i = threadIdx.x; i < WORDS; i += blockDim.x) to[i] = words[i];
+  }
+};
+
+// Vectors of one KV head, keys without their mean and scale.
+template <int D, class K, class V>
+struct Centered {
+  Vectors<K> keys;  // (KV heads, count, D)
+  Vectors<V> values;
+  const float* k_signs;  // (D,)
+  const float* v_signs;
+  int kv;
+
+  __device__ __forceinline__ void operator()(int i, int lane, float (&k)[D / WARP], float (&v)[D / WARP]) const {
+    const K* key = keys.at(0, kv, i);
+    const V* value = values.at(0, kv, i);
+#pragma unroll
+    for (int r = 0; r < D / WARP; ++r) {
+      const int d = lane + WARP * r;
+      k[r] = to_float(key[d * keys.dim]) * __ldg(k_signs + d);
+      v[r] = to_float(value[d * values.dim]) * __ldg(v_signs + d);
+    }
   }
 };
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from daemon.kernels import codebook, codec, order, rotation
 from daemon.kernels.cuda import rounding, sources
-from daemon.kernels.cuda.launch import spans_of
+from daemon.kernels.cuda.launch import words_of
 from daemon.kernels.packing import TILE, TileLayout
 from daemon.kernels.rotation import Side
 from daemon.policy.schemes import INT8, Codec
@@ -29,12 +29,12 @@ def tiles(k: mx.array, v: mx.array, layout: TileLayout, *, first: int) -> mx.arr
     n_tiles = -(-(first + count) // TILE)
     (out,) = sources.encode_kernel()(
         inputs=[
-            k, v, _signs(dim, "k"), _signs(dim, "v"), _numbers(layout.k, dim),
-            _numbers(layout.v, dim), spans_of(((first, 0, 0, 0),)),
+            k, v, _signs(dim, "k"), _signs(dim, "v"), numbers(layout.k, dim),
+            numbers(layout.v, dim), words_of(((first, 0, 0, 0),)),
         ],
         template=[
             ("DIM", dim), ("K_BITS", int(layout.k.bits)), ("V_BITS", int(layout.v.bits)),
-            ("K_LEVELS", _levels(layout.k)), ("V_LEVELS", _levels(layout.v)),
+            ("K_LEVELS", levels(layout.k)), ("V_LEVELS", levels(layout.v)),
             ("STRETCHES", len(codec.STRETCHES)), ("K", k.dtype), ("V", v.dtype),
         ],
         grid=(n_tiles * _THREADS, n_kv, 1),
@@ -46,12 +46,14 @@ def tiles(k: mx.array, v: mx.array, layout: TileLayout, *, first: int) -> mx.arr
     return encoded
 
 
-def _levels(kind: Codec) -> int:
+def levels(kind: Codec) -> int:
+    """Return how many centroids *kind* has for the kernels that round; int8 is rounded without any."""
     return 2 if kind == INT8 else codebook.levels(kind.bits)
 
 
 @cache
-def _numbers(kind: Codec, dim: int) -> mx.array:
+def numbers(kind: Codec, dim: int) -> mx.array:
+    """Return what rounding to *kind* has to know (daemon.kernels.cuda.rounding), in the memory of the GPU."""
     return rounding.numbers(2 if kind == INT8 else kind.bits, dim, codec.STRETCHES)
 
 

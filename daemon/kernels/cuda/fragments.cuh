@@ -1,5 +1,6 @@
 // The fast kernel: decode attention over tiles in fragment order, on Hopper's tensor cores. One query token, up to 8 query
-// heads per KV head, both sides packed; sinks and tail in full precision; one node for a layer and all rows of a batch.
+// heads per KV head, both sides packed; sinks and tail in full precision; one node for a layer and all rows of a batch,
+// which takes in the newest token too.
 //
 // A block of 8 + 4 warps serves one KV head of one row over one split of its tiles. Each of the 8 owns whole tiles and a
 // ring of bulk copies: no barrier in the loop. Codes are signed bytes after one permutation, so scores and outputs are
@@ -7,21 +8,19 @@
 //   scores   16 tokens × (4 heads × 2 bytes), over dimensions
 //   outputs  16 dimensions × (4 heads × 2 bytes), over 32 tokens; weights are in units of the warp's reference maximum,
 //            and sums become float32 only when a score or a scale exceeds its reference
-// The other 4 attend to the tokens in full precision meanwhile; they give registers to the 8. The block merges its warps,
-// and the last block of a head to finish merges the splits, rotates back and writes.
+// The other 4 attend to the tokens in full precision meanwhile, a head each; they give registers to the 8 and are gone
+// when those have finished. Then one warp a head merges what the block has, and the last one of its head to do so merges
+// the splits, rotates back and writes: after the one barrier of the block, nobody waits for anybody.
 #pragma once
 
 namespace tqd {
 
-constexpr int TILE_WARPS = 8, PLAIN_WARPS = 4, PARTS = TILE_WARPS + PLAIN_WARPS, THREADS = PARTS * WARP;
-// Registers of a thread: what the launch gives to all, and what warps of tiles and of plain tokens have in their loops.
-constexpr int EVEN_REGISTERS = 168, TILE_REGISTERS = 208, PLAIN_REGISTERS = 88;
+constexpr int TILE_WARPS = 8, PLAIN_WARPS = 4, THREADS = (TILE_WARPS + PLAIN_WARPS) * WARP;
+constexpr int PARTS = TILE_WARPS + 1;  // of a head in a block: a warp's tiles each, and the plain tokens
+constexpr int TILE_REGISTERS = 216, PLAIN_REGISTERS = 72;  // of a thread; the launch gives 168 to all
 constexpr float QUERY_MAX = 32512.f, WEIGHT_MAX = 65535.f;
 constexpr float HEADROOM = 3.f;      // bits by which a new reference exceeds the score that asked for it
 constexpr int FLUSH_TILES = 1024;    // before a sum of 127·255·32 a tile exceeds 31 bits
-constexpr float MASKED = -1e38f;     // below LOWEST: its weight is zero whatever the reference
-constexpr int EARLY = 16;            // splits whose sums the merging block asks for at once
-constexpr int TOGETHER = 2;          // tokens in full precision that a warp asks for at once
 
 template <int D, int G, int KB, int VB, bool ROTARY>
 struct Shape {
@@ -35,13 +34,12 @@ struct Shape {
   static constexpr int QUERY = aligned(TILE_WARPS * STAGES * 8);  // after the barriers
   static constexpr int FACTORS = QUERY + GP * 2 * D;              // (factor, ½ correction) a head
   static constexpr int EXTREMES = FACTORS + GP * 8;               // (maximum, Σ) a part and head
-  static constexpr int LAST = EXTREMES + PARTS * GP * 8;          // whether this block is its head's last
-  static constexpr int CONSTANTS = aligned(LAST + 4);
+  static constexpr int CONSTANTS = aligned(EXTREMES + PARTS * GP * 8);
   static constexpr int MEANS = CONSTANTS + 4 * WARP * 16;  // (worth, constant) a head
-  static constexpr int FINAL = aligned(MEANS + GP * 8);
-  static constexpr int PLAIN = aligned(FINAL + GP * D * 4);  // outputs of the warps without tiles
-  static constexpr int COEFFICIENTS = aligned(PLAIN + PLAIN_WARPS * GP * ROW * 4);
-  static constexpr int COLUMNS = aligned(COEFFICIENTS + (ROTARY ? GP * MEAN_PAIRS * 8 : 0));
+  static constexpr int PLAIN = aligned(MEANS + GP * 8);    // outputs of the plain tokens
+  static constexpr int COEFFICIENTS = aligned(PLAIN + GP * ROW * 4);
+  static constexpr int STEPS = aligned(COEFFICIENTS + (ROTARY ? GP * MEAN_PAIRS * 8 : 0));
+  static constexpr int COLUMNS = STEPS + (ROTARY ? MEAN_PAIRS * 8 : 0);
   static constexpr int TABLE = aligned(COLUMNS + (ROTARY ? TILE_WARPS * 2 * NT * 8 * COLUMN * 4 : 0));
   static constexpr int RING = aligned(TABLE + (ROTARY && !TABLE_IN_REGISTERS ? MEAN_TABLE_WORDS * 4 : 0));
   static constexpr int BYTES = RING + TILE_WARPS * STAGES * WORDS * 4;
@@ -50,7 +48,6 @@ struct Shape {
 
 // Where a block's numbers go, and what they are of.
 struct Block {
-  Span span;
   int row, kv, n_kv, split, splits;
 };
 
@@ -61,7 +58,8 @@ struct Fragments {
 
   Vectors<T> queries;  // ([B,] heads, 1, D)
   Tiles tiles;
-  Vectors<T> k_head, k_tail, v_head, v_tail;
+  Plain<T, D> plain;
+  const int* spans;      // of each row
   const float* k_signs;  // (KV heads, D): the rotation's sign times the key scale
   const float* v_signs;  // (D,)
   const float* mean;     // (KV heads, D), times the rotary embedding's own factor; null: nothing was subtracted
@@ -71,25 +69,20 @@ struct Fragments {
   float scale, k_step, v_step;
   float* sums;       // (B·heads, splits, D)
   float2* extremes;  // (B·heads, splits)
-  u32* counters;     // (B·KV heads,), zero between calls
+  u32* counters;     // (B·heads,), zero between calls
   T* out;            // (B, heads, D)
 
   __device__ __forceinline__ void run(const Block at, unsigned char* shared) const {
-    if (threadIdx.x / WARP < TILE_WARPS) {
-      more_registers<TILE_REGISTERS>();
-      attend_tiles(at, shared);
-      fewer_registers<EVEN_REGISTERS>();
+    const int warp = warp_index(), lane = threadIdx.x % WARP;
+    if (warp < TILE_WARPS) {
+      attend_tiles(at, shared, warp, lane);
+      asm volatile("bar.sync 2, %0;" ::"n"(THREADS) : "memory");
+      if (warp < G) conclude(at, shared, warp, lane);
     } else {
       fewer_registers<PLAIN_REGISTERS>();
-      attend_plain(at, shared);
-      more_registers<EVEN_REGISTERS>();
+      for (int h = warp - TILE_WARPS; h < G; h += PLAIN_WARPS) attend_plain(at, shared, h, lane);
+      asm volatile("bar.arrive 2, %0;" ::"n"(THREADS) : "memory");
     }
-    __syncthreads();
-    const bool done = merge_parts(at, shared);
-    if (!done && !last_of_its_head(at, shared)) return;
-    if (!done) merge_splits(at, shared);
-    __syncthreads();
-    finish(at, shared);
   }
 
  private:
@@ -101,12 +94,13 @@ struct Fragments {
   }
   static __device__ __forceinline__ float* outputs(unsigned char* shared, int index) {
     return reinterpret_cast<float*>(index < TILE_WARPS ? shared + S::RING + index * S::STAGES * S::WORDS * 4
-                                                       : shared + S::PLAIN + (index - TILE_WARPS) * GP * S::ROW * 4);
+                                                       : shared + S::PLAIN);
   }
 
   // What a warp needs of its query head, read before any tile so that it does not wait behind them.
   struct Query {
-    float q[R], signs[R], mu[R], a[2], b[2], mu_a[2], mu_b[2];
+    T q[R], a[2], b[2];
+    float signs[R], mu[R], mu_a[2], mu_b[2];
   };
 
   __device__ __forceinline__ Query read(const Block& at, int h, int lane) const {
@@ -116,7 +110,7 @@ struct Fragments {
 #pragma unroll
     for (int i = 0; i < R; ++i) {
       const int d = lane + WARP * i;
-      x.q[i] = h < G ? to_float(q[d * queries.dim]) : 0.f;
+      x.q[i] = h < G ? q[d * queries.dim] : T(0.f);
       x.signs[i] = __ldg(k_signs + at.kv * D + d);
       x.mu[i] = mean && d >= 2 * n_pairs ? __ldg(mu + d) : 0.f;
     }
@@ -125,8 +119,8 @@ struct Fragments {
       for (int i = 0; i < 2; ++i) {
         const int j = lane + WARP * i, first = j * pair_step, second = first + pair_gap;
         const bool there = j < n_pairs && h < G;
-        x.a[i] = there ? to_float(q[first * queries.dim]) : 0.f;
-        x.b[i] = there ? to_float(q[second * queries.dim]) : 0.f;
+        x.a[i] = there ? q[first * queries.dim] : T(0.f);
+        x.b[i] = there ? q[second * queries.dim] : T(0.f);
         x.mu_a[i] = there ? __ldg(mu + first) : 0.f, x.mu_b[i] = there ? __ldg(mu + second) : 0.f;
       }
     return x;
@@ -137,75 +131,86 @@ struct Fragments {
     float x[R], constant = 0.f;
 #pragma unroll
     for (int i = 0; i < R; ++i) {
-      constant += query.q[i] * query.mu[i];
-      x[i] = query.q[i] * query.signs[i] * rsqrtf((float)D);
+      const float q = to_float(query.q[i]);
+      constant += q * query.mu[i];
+      x[i] = q * query.signs[i] * rsqrtf((float)D);
     }
     float worth = 0.f;
     if constexpr (ROTARY) {
       float a[2], b[2], most = 0.f;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        a[i] = query.a[i] * query.mu_a[i] + query.b[i] * query.mu_b[i];
-        b[i] = query.b[i] * query.mu_a[i] - query.a[i] * query.mu_b[i];
+        const float first = to_float(query.a[i]), second = to_float(query.b[i]);
+        a[i] = first * query.mu_a[i] + second * query.mu_b[i];
+        b[i] = second * query.mu_a[i] - first * query.mu_b[i];
         most = fmaxf(most, a[i] * a[i] + b[i] * b[i]);
       }
-      most = sqrtf(warp_max(most));
-      const float inverse = most > 0.f ? COEFFICIENT_MAX / most : 0.f;
+      most = warp_most(most);
+      const float inverse_root = most > 0.f ? rsqrtf(most) : 0.f, inverse = COEFFICIENT_MAX * inverse_root;
       float2* to = reinterpret_cast<float2*>(shared + S::COEFFICIENTS) + h * MEAN_PAIRS;
 #pragma unroll
       for (int i = 0; i < 2; ++i) to[lane + WARP * i] = make_float2(a[i] * inverse, b[i] * inverse);
-      worth = 256.f * most / (COEFFICIENT_MAX * COEFFICIENT_MAX) * scale * LOG2E;
+      worth = 256.f / (COEFFICIENT_MAX * COEFFICIENT_MAX) * most * inverse_root * scale * LOG2E;
     }
     constant = warp_sum(constant) * scale * LOG2E;
 
     hadamard<R>(x, lane);
-    float most = 0.f, sum = 0.f;
+    float most = 0.f;
+    int total = 0;
 #pragma unroll
     for (int i = 0; i < R; ++i) most = fmaxf(most, fabsf(x[i]));
-    most = warp_max(most);
-    const float inverse = most > 0.f ? QUERY_MAX / most : 0.f;
+    most = warp_most(most);
+    const float inverse = most > 0.f ? __fdividef(QUERY_MAX, most) : 0.f;
     signed char* bytes = reinterpret_cast<signed char*>(shared + S::QUERY);
 #pragma unroll
     for (int i = 0; i < R; ++i) {
       const int v = __float2int_rn(x[i] * inverse), low = (signed char)(v & 255);
-      sum += (float)v;
+      total += v;
       bytes[2 * h * D + lane + WARP * i] = (signed char)((v - low) >> 8);
       bytes[(2 * h + 1) * D + lane + WARP * i] = (signed char)low;
     }
-    sum = warp_sum(sum);
+    const float sum = (float)__reduce_add_sync(ALL, total);
     if (lane == 0) {
       // integers would lose a NaN, and after the transform every number of its head is one
-      const float factor = x[0] == x[0] ? most / QUERY_MAX * scale * LOG2E * k_step : x[0];
+      const float factor = x[0] == x[0] ? most * (1.f / QUERY_MAX) * scale * LOG2E * k_step : x[0];
       reinterpret_cast<float2*>(shared + S::FACTORS)[h] = make_float2(factor, KB == 8 ? 0.f : .5f * sum * factor);
       reinterpret_cast<float2*>(shared + S::MEANS)[h] = make_float2(worth, constant);
     }
   }
 
-  __device__ __forceinline__ void attend_tiles(const Block& at, unsigned char* shared) const {
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane >> 2, c = lane & 3;
-    const int begin = at.span.packed_from / TILE, end = (at.span.packed_to + TILE - 1) / TILE;
-    const int first = begin + (int)((u32)(end - begin) * (u32)at.split / (u32)at.splits) + warp;
-    const int stop = begin + (int)((u32)(end - begin) * (u32)(at.split + 1) / (u32)at.splits);
-    const int count = first < stop ? (stop - 1 - first) / TILE_WARPS + 1 : 0;
+  __device__ __forceinline__ void attend_tiles(const Block& at, unsigned char* shared, int warp, int lane) const {
+    const int g = lane >> 2, c = lane & 3;
     unsigned char* ring = shared + S::RING + warp * S::STAGES * S::WORDS * 4;
     const u32 barriers = shared_address(shared) + warp * S::STAGES * 8, slots = shared_address(ring);
 
-    // read before copying: otherwise a query waits behind megabytes of tiles
+    const bool copies = is_leader();
+    if (copies) {
+#pragma unroll
+      for (int s = 0; s < S::STAGES; ++s) barrier_init(barriers + 8 * s);
+      barriers_visible();
+    }
+    // asked for before most tiles: otherwise it would wait behind megabytes of them
+    const Span span = span_of(spans, at.row);
     const Query query = read(at, warp, lane);
     MeanBias<NT, S::TABLE_IN_REGISTERS> bias;
     if (ROTARY) bias.load(constants, lane);
-    int pages[S::STAGES + 1];  // of the next tiles, found before they are needed; the last one a round ahead
+    uint2 step;
+    if (ROTARY && warp >= TILE_WARPS - 2) step = constants.angle(threadIdx.x % MEAN_PAIRS);
+    // Tiles of this warp: every `apart`th. Whether the first one is needed is not known yet: it is copied all the same.
+    const int first = at.split * TILE_WARPS + warp, apart = at.splits * TILE_WARPS;
+    const bool ahead_of_span = first < tiles.most;
+    const u64 once = read_once();
+    const u32* next = tiles.at_page(at.kv, first);
+    const long long stride = apart * tiles.page;
+    if (copies && ahead_of_span) copy_to_shared(slots, next, S::WORDS * 4, barriers, once);
+    const int end = (span.packed_to + TILE - 1) / TILE;
+    if (copies)
 #pragma unroll
-    for (int s = 0; s <= S::STAGES; ++s) pages[s] = page_ahead(at, first, s, stop);
-    int ahead = pages[S::STAGES];
-    if (lane == 0) {
-      for (int s = 0; s < S::STAGES; ++s) barrier_init(barriers + 8 * s);
-      barriers_visible();
-#pragma unroll
-      for (int s = 0; s < S::STAGES; ++s)
-        if (s < count)
-          copy_to_shared(slots + s * S::WORDS * 4, tiles.at_page(at.kv, pages[s]), S::WORDS * 4, barriers + 8 * s);
-    }
+      for (int s = 1; s < S::STAGES; ++s)
+        if (first + s * apart < end)
+          copy_to_shared(slots + s * S::WORDS * 4, next + s * stride, S::WORDS * 4, barriers + 8 * s, once);
+    next += S::STAGES * stride;
+    more_registers<TILE_REGISTERS>();  // waits for the other warps to give them: the copies are on their way by then
     // Constants go through shared memory, to each lane its own copy: where the compiler knows that a number is the same
     // for all, it spends an instruction on every use of it.
     uint4* kept = reinterpret_cast<uint4*>(shared + S::CONSTANTS) + lane;
@@ -218,7 +223,9 @@ struct Fragments {
     uint4* table = reinterpret_cast<uint4*>(shared + S::TABLE);
     if (ROTARY && !S::TABLE_IN_REGISTERS)
       for (int i = threadIdx.x; i < MEAN_TABLE_WORDS / 4; i += TILE_WARPS * WARP) table[i] = __ldg(constants.table() + i);
-    if (ROTARY) bias.start(first * TILE + at.span.dropped);
+    if (ROTARY) bias.start(first * TILE + span.dropped);
+    if (ROTARY && warp >= TILE_WARPS - 2)  // two warps that have no query to prepare, mostly
+      reinterpret_cast<float2*>(shared + S::STEPS)[threadIdx.x % MEAN_PAIRS] = turned(apart * TILE, step);
     if (warp < GP) prepare(query, shared, warp, lane);
     asm volatile("bar.sync 1, %0;" ::"n"(TILE_WARPS * WARP) : "memory");  // the other warps have no part in it
 
@@ -248,7 +255,8 @@ struct Fragments {
       bias.round_low = __uint_as_float(kept[3 * WARP].x), bias.round_high = __uint_as_float(kept[3 * WARP].y);
       bias.two_to_16 = rounding.z;
       bias.take(reinterpret_cast<const float2*>(shared + S::COEFFICIENTS),
-                reinterpret_cast<const float2*>(shared + S::MEANS), lane);
+                reinterpret_cast<const float2*>(shared + S::MEANS),
+                reinterpret_cast<const float4*>(shared + S::STEPS), lane);
       bias.rotate(columns, lane);
       __syncwarp();
     }
@@ -267,7 +275,7 @@ struct Fragments {
     const int source = 8 * c + (g >> 1);  // the lane whose weights become this lane's column
     int stage = 0, t = first;
     u32 turn = 0;
-    for (int it = 0; it < count; ++it, t += TILE_WARPS) {
+    for (int it = 0; t < end; ++it, t += apart) {
       barrier_wait(barriers + 8 * stage, turn);
       const u32* tile = reinterpret_cast<const u32*>(ring + stage * S::WORDS * 4);
       float added[NT][4];
@@ -307,12 +315,12 @@ struct Fragments {
           s[n][i] = fmaf(s[n][i], k_scale[i], constant[n]);
           if (ROTARY) s[n][i] = fmaf(added[n][i], bias.factor[n], s[n][i]);
         }
-      if (t * TILE < at.span.packed_from || t * TILE + TILE > at.span.packed_to) {
+      if (t * TILE < span.packed_from || t * TILE + TILE > span.packed_to) {
         __syncwarp();  // keeps this a branch, instead of predicated instructions on every tile
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int p = t * TILE + i * 8 + g;
-          if (p < at.span.packed_from || p >= at.span.packed_to) {
+          if (p < span.packed_from || p >= span.packed_to) {
             v_scale[i] = 0.f;
 #pragma unroll
             for (int n = 0; n < NT; ++n) s[n][i] = MASKED;
@@ -328,10 +336,10 @@ struct Fragments {
         exceeds |= most[n] > top[n];
       }
       if (__any_sync(ALL, exceeds)) {
-        v_most = warp_max(v_most);
-        const float unit = v_top / WEIGHT_MAX;
+        v_most = warp_most(v_most);
+        const float unit = v_top * (1.f / WEIGHT_MAX);
         if (v_most > v_top) v_top = v_most * 1.25f;
-        per_weight = WEIGHT_MAX / v_top;
+        per_weight = __fdividef(WEIGHT_MAX, v_top);
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
           float x = most[n];
@@ -381,14 +389,15 @@ struct Fragments {
         }
       }
       __syncwarp();
-      if (lane == 0 && it + S::STAGES < count)
-        copy_to_shared(slots + stage * S::WORDS * 4, tiles.at_page(at.kv, ahead), S::WORDS * 4, barriers + 8 * stage);
-      ahead = page_ahead(at, t, S::STAGES + 1, stop);
+      if (copies && t + S::STAGES * apart < end)
+        copy_to_shared(slots + stage * S::WORDS * 4, next, S::WORDS * 4, barriers + 8 * stage, once);
+      next += stride;
       if (++stage == S::STAGES) stage = 0, turn ^= 1;
     }
 
+    if (first >= end && ahead_of_span) barrier_wait(barriers, 0);  // outputs take its place
     float* to = outputs(shared, warp);
-    const float unit = v_top / WEIGHT_MAX, half = VB == 8 ? 0.f : .5f;
+    const float unit = v_top * (1.f / WEIGHT_MAX), half = VB == 8 ? 0.f : .5f;
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
       float sum = total[n], missing = weights[n];
@@ -408,11 +417,6 @@ struct Fragments {
     }
   }
 
-  // The page of the tile `rounds` of this warp after t, or of the last one.
-  __device__ __forceinline__ int page_ahead(const Block& at, int t, int rounds, int stop) const {
-    return tiles.page_of(at.row, max(0, min(t + rounds * TILE_WARPS, stop - 1)));
-  }
-
   static __device__ __forceinline__ void read_scales(const u32* words, int g, float (&scale)[4]) {
     const uint2 w = reinterpret_cast<const uint2*>(words)[g];
     const float2 a = __half22float2(*reinterpret_cast<const __half2*>(&w.x));
@@ -420,186 +424,62 @@ struct Fragments {
     scale[0] = a.x, scale[1] = a.y, scale[2] = b.x, scale[3] = b.y;
   }
 
-  // Sinks and tail: this warp's share, TOGETHER tokens at a time. Its outputs are rotated once, at the end.
-  __device__ __forceinline__ void attend_plain(const Block& at, unsigned char* shared) const {
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP - TILE_WARPS;
-    float q[G][R], out_of[G][R], top[G], total[G];
+  // One head's share of the plain tokens; their outputs are rotated once, into the stored basis.
+  __device__ __forceinline__ void attend_plain(const Block& at, unsigned char* shared, int h, int lane) const {
+    const Span span = span_of(spans, at.row);
+    const T* query = queries.at(at.row, at.kv * G + h, 0);
+    float q[R];
 #pragma unroll
-    for (int h = 0; h < G; ++h) {
-      top[h] = LOWEST, total[h] = 0.f;
+    for (int i = 0; i < R; ++i) q[i] = to_float(query[(R * lane + i) * queries.dim]) * scale * LOG2E;
+    Merged<D> all = plain.attend(span, at.row, at.kv, at.split, at.splits, q, h == 0, lane);
+    if (lane == 0) part(shared, TILE_WARPS)[h] = make_float2(all.top, all.total);
+    if (all.total == 0.f) return;
+    const Numbers<R> signs = reinterpret_cast<const Numbers<R>*>(v_signs)[lane];
 #pragma unroll
-      for (int i = 0; i < R; ++i) {
-        q[h][i] = to_float(queries.at(at.row, at.kv * G + h, 0)[(lane + WARP * i) * queries.dim]) * scale * LOG2E;
-        out_of[h][i] = 0.f;
-      }
-    }
-    const int in_head = at.span.packed_from, count = in_head + at.span.length - at.span.packed_to;
-    const int apart = at.splits * PLAIN_WARPS;
-    for (int first = at.split + warp * at.splits; first < count; first += TOGETHER * apart) {
-      float k[TOGETHER][R], v[TOGETHER][R];
-#pragma unroll
-      for (int u = 0; u < TOGETHER; ++u) {
-        const int i = first + u * apart;
-        const bool sink = i < in_head;
-        const T* key = sink ? k_head.at(at.row, at.kv, i) : k_tail.at(at.row, at.kv, i - in_head);
-        const T* value = sink ? v_head.at(at.row, at.kv, i) : v_tail.at(at.row, at.kv, i - in_head);
-        const long long k_dim = sink ? k_head.dim : k_tail.dim, v_dim = sink ? v_head.dim : v_tail.dim;
-#pragma unroll
-        for (int r = 0; r < R; ++r) {
-          const int d = lane + WARP * r;
-          k[u][r] = i < count ? to_float(key[d * k_dim]) : 0.f;
-          v[u][r] = i < count ? to_float(value[d * v_dim]) : 0.f;
-        }
-      }
-#pragma unroll
-      for (int h = 0; h < G; ++h) {
-        float s[TOGETHER], above = top[h];
-#pragma unroll
-        for (int u = 0; u < TOGETHER; ++u) {
-          float x = 0.f;
-#pragma unroll
-          for (int r = 0; r < R; ++r) x += q[h][r] * k[u][r];
-          x = warp_sum(x);
-          s[u] = first + u * apart < count ? x : MASKED;
-          above = fmaxf(above, s[u]);
-        }
-        const float fade = exp2_fast(top[h] - above);
-        top[h] = above, total[h] *= fade;
-#pragma unroll
-        for (int r = 0; r < R; ++r) out_of[h][r] *= fade;
-#pragma unroll
-        for (int u = 0; u < TOGETHER; ++u) {
-          const float p = exp2_fast(s[u] - above);
-          total[h] += p;
-#pragma unroll
-          for (int r = 0; r < R; ++r) out_of[h][r] += p * v[u][r];
-        }
-      }
-    }
-#pragma unroll
-    for (int h = 0; h < G; ++h) {
-      float x[R];
-#pragma unroll
-      for (int i = 0; i < R; ++i) x[i] = out_of[h][i] * __ldg(v_signs + lane + WARP * i) * rsqrtf((float)D);
-      hadamard<R>(x, lane);
-#pragma unroll
-      for (int i = 0; i < R; ++i) outputs(shared, TILE_WARPS + warp)[h * S::ROW + lane + WARP * i] = x[i];
-      if (lane == 0) part(shared, TILE_WARPS + warp)[h] = make_float2(top[h], total[h]);
-    }
+    for (int i = 0; i < R; ++i) all.x.at[i] *= signs.at[i] * rsqrtf((float)D);
+    hadamard<R>(all.x.at, lane);
+    reinterpret_cast<Numbers<R>*>(outputs(shared, TILE_WARPS) + h * S::ROW)[lane] = all.x;
   }
 
-  // The learned sink of a head as a logit in log2; LOWEST where there is none.
-  __device__ __forceinline__ float sink(const Block& at, int h) const {
-    return logits ? to_float(logits[at.kv * G + h]) * LOG2E : LOWEST;
-  }
-
-  static __device__ __forceinline__ void add(float4& to, float factor, float4 x) {
-    to.x += factor * x.x, to.y += factor * x.y, to.z += factor * x.z, to.w += factor * x.w;
-  }
-
-  // Merges the warps' outputs: into the final place where there is one split, else into this split's. Returns whether
-  // that was all.
-  __device__ __forceinline__ bool merge_parts(const Block& at, unsigned char* shared) const {
-    const bool alone = at.splits == 1;
-    for (int i = threadIdx.x; i < G * D / 4; i += THREADS) {
-      const int h = i / (D / 4), d = i % (D / 4) * 4;
-      float above = alone ? sink(at, h) : LOWEST, total = 0.f;
-#pragma unroll
-      for (int w = 0; w < PARTS; ++w) above = fmaxf(above, part(shared, w)[h].x);
-      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-      for (int w = 0; w < PARTS; ++w) {
-        const float2 x = part(shared, w)[h];
-        const float f = exp2_fast(x.x - above);
-        add(sum, f, *reinterpret_cast<const float4*>(outputs(shared, w) + h * S::ROW + d));
-        total += f * x.y;
-      }
-      if (alone) {
-        if (logits) total += exp2_fast(sink(at, h) - above);
-        const float f = 1.f / total;
-        *reinterpret_cast<float4*>(shared + S::FINAL + (h * D + d) * 4) =
-            make_float4(f * sum.x, f * sum.y, f * sum.z, f * sum.w);
-      } else {
-        const long long to = head_of(at, h) * at.splits + at.split;
-        *reinterpret_cast<float4*>(sums + to * D + d) = sum;
-        if (d == 0) extremes[to] = make_float2(above, total);
-      }
+  // All of a head: its parts in this block and, if this warp is the last one of its head, the other splits.
+  __device__ __forceinline__ void conclude(const Block& at, unsigned char* shared, int h, int lane) const {
+    const Numbers<R> signs = reinterpret_cast<const Numbers<R>*>(v_signs)[lane];  // needed last
+    Merged<D> all = merge_parts(shared, h, lane);
+    if (at.splits > 1) {
+      const Meeting<D> meeting{sums, extremes, counters};
+      if (!meeting.put_and_is_last(all, head_of(at, h), at.split, at.splits, lane)) return;
+      all = meeting.all(head_of(at, h), at.splits, lane);
     }
-    return alone;
+    finish(all, signs, at, h, lane);
   }
 
-  __device__ __forceinline__ bool last_of_its_head(const Block& at, unsigned char* shared) const {
-    int* last = reinterpret_cast<int*>(shared + S::LAST);
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      u32* counter = counters + at.row * at.n_kv + at.kv;
-      *last = count_up(counter) == (u32)at.splits - 1;
-      if (*last) *counter = 0;
+  static __device__ __forceinline__ Merged<D> merge_parts(unsigned char* shared, int h, int lane) {
+    float2 of[PARTS];
+    float above = LOWEST;
+#pragma unroll
+    for (int w = 0; w < PARTS; ++w) of[w] = part(shared, w)[h], above = fmaxf(above, of[w].x);
+    Merged<D> all;
+    all.top = above;
+#pragma unroll
+    for (int w = 0; w < PARTS; ++w) {
+      if (w == TILE_WARPS && of[w].y == 0.f) break;  // no plain token: nobody has written outputs of any
+      const float factor = exp2_fast(of[w].x - above);
+      all.total += factor * of[w].y;
+      all.add(factor, reinterpret_cast<const Numbers<R>*>(outputs(shared, w) + h * S::ROW)[lane]);
     }
-    __syncthreads();
-    return *last;
+    return all;
   }
 
-  __device__ __forceinline__ void merge_splits(const Block& at, unsigned char* shared) const {
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    float* fades = reinterpret_cast<float*>(shared + S::RING);  // (G, splits)
-    // asked for before the maxima are known: one trip to memory instead of two
-    const int h0 = threadIdx.x / (D / 4), d0 = threadIdx.x % (D / 4) * 4;
-    float4 early[EARLY];
+  // Takes the learned sink in; then out of the stored basis, and into the caller's dtype.
+  __device__ __forceinline__ void finish(Merged<D>& all, const Numbers<R>& signs, const Block& at, int h,
+                                         int lane) const {
+    if (logits) all.total += all.raise(to_float(logits[at.kv * G + h]) * LOG2E);
+    const float factor = __fdividef(rsqrtf((float)D), all.total);
+    hadamard<R>(all.x.at, lane);
+    Numbers<R, T> y;
 #pragma unroll
-    for (int s = 0; s < EARLY; ++s)
-      early[s] = threadIdx.x < G * D / 4 && s < at.splits ? split_sums(at, h0, s, d0) : make_float4(0.f, 0.f, 0.f, 0.f);
-    for (int h = warp; h < G; h += PARTS) {
-      const float2* of_head = extremes + head_of(at, h) * at.splits;
-      float above = sink(at, h), total = 0.f;
-      for (int s = lane; s < at.splits; s += WARP) above = fmaxf(above, __ldcg(of_head + s).x);
-      above = warp_max(above);
-      for (int s = lane; s < at.splits; s += WARP) {
-        const float2 x = __ldcg(of_head + s);
-        const float f = exp2_fast(x.x - above);
-        total += f * x.y;
-        fades[h * at.splits + s] = f;
-      }
-      total = warp_sum(total);
-      if (logits) total += exp2_fast(sink(at, h) - above);
-      for (int s = lane; s < at.splits; s += WARP) fades[h * at.splits + s] /= total;
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < G * D / 4; i += THREADS) {
-      const int h = i / (D / 4), d = i % (D / 4) * 4;
-      float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-      int s = 0;
-      if (i == threadIdx.x) {
-#pragma unroll
-        for (int u = 0; u < EARLY; ++u)
-          if (u < at.splits) add(x, fades[h * at.splits + u], early[u]);
-        s = EARLY;
-      }
-#pragma unroll 8
-      for (; s < at.splits; ++s) add(x, fades[h * at.splits + s], split_sums(at, h, s, d));
-      *reinterpret_cast<float4*>(shared + S::FINAL + (h * D + d) * 4) = x;
-    }
-  }
-
-  __device__ __forceinline__ float4 split_sums(const Block& at, int h, int split, int d) const {
-    return __ldcg(reinterpret_cast<const float4*>(sums + (head_of(at, h) * at.splits + split) * D + d));
-  }
-
-  // Out of the stored basis, and into the caller's dtype.
-  __device__ __forceinline__ void finish(const Block& at, unsigned char* shared) const {
-    const int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    const float* final = reinterpret_cast<const float*>(shared + S::FINAL);
-    for (int h = warp; h < G; h += PARTS) {
-      float x[R];
-#pragma unroll
-      for (int i = 0; i < R; ++i) x[i] = final[h * D + lane + WARP * i];
-      hadamard<R>(x, lane);
-#pragma unroll
-      for (int i = 0; i < R; ++i) {
-        const int d = lane + WARP * i;
-        put(out + head_of(at, h) * D + d, x[i] * __ldg(v_signs + d) * rsqrtf((float)D));
-      }
-    }
+    for (int i = 0; i < R; ++i) put(y.at + i, all.x.at[i] * signs.at[i] * factor);
+    reinterpret_cast<Numbers<R, T>*>(out + head_of(at, h) * D)[lane] = y;
   }
 };
 

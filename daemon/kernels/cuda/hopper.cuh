@@ -28,6 +28,20 @@ __device__ __forceinline__ void mma_unsigned(int* c, u32 a0, u32 a1, u32 a2, u32
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// True for one lane of the warp, always the same one; the compiler knows that it is one.
+__device__ __forceinline__ bool is_leader() {
+  u32 leads;
+  asm volatile("{ .reg .pred p; elect.sync _|p,0xffffffff; selp.u32 %0,1,0,p; }" : "=r"(leads));
+  return leads;
+}
+
+// The largest number of a warp, in fewer steps than warp_max. Of NaN it may be one.
+__device__ __forceinline__ float warp_most(float x) {
+  const int bits = __float_as_int(x), order = bits ^ (bits >> 31 & 0x7fffffff);  // integers in the order of the floats
+  const int most = __reduce_max_sync(ALL, order);
+  return __int_as_float(most ^ (most >> 31 & 0x7fffffff));
+}
+
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ void barrier_init(u32 barrier) {
@@ -47,12 +61,20 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 phase) {
   } while (!done);
 }
 
+// For copies of what nobody reads again before it has left the L2 cache: it leaves first.
+__device__ __forceinline__ u64 read_once() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0,1.0;" : "=l"(policy));
+  return policy;
+}
+
 // Starts copying `bytes` of global memory to shared memory; `barrier` flips when they are there.
-__device__ __forceinline__ void copy_to_shared(u32 to, const void* from, u32 bytes, u32 barrier) {
+__device__ __forceinline__ void copy_to_shared(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(barrier), "r"(bytes) : "memory");
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
 }
 
 // Registers of each thread from here on, for the whole group of four warps that says so.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from itertools import cycle
@@ -20,10 +21,9 @@ from daemon.kernels.packing import TILE, TileLayout
 from daemon.kernels.stored import Stored
 from daemon.policy.schemes import FP16, INT8, Codec
 
-Spans = tuple[tuple[int, int, int, int], ...]
+Words = tuple[tuple[int, ...], ...]
 
 _SPAN_WORDS = 16  # an array of 8 bytes or fewer would live in memory that a GPU reads over PCIe
-_COUNTERS = 1024  # for the KV heads of all rows of a call
 _COUNTER_SETS = 256  # calls that may be under way at once
 
 
@@ -41,14 +41,22 @@ def attend(
     if fits and raw.k_head.dtype == raw.v_head.dtype == queries.dtype:
         layer = layer_of(stored.layout, n_kv, stored.keys)
         if layer is not None:
-            splits = plan.fast_splits(1, n_kv, -(-end // TILE) - begin // TILE)
-            return fast(queries, tiles, spans, raw, layer, scale, splits, sinks=sinks)
+            splits = plan.fast_splits(n_kv, (-(-end // TILE) - begin // TILE,))
+            plain = _plain(stored, queries.dtype)
+            return fast(queries, None, plain, [tiles], spans, layer, scale, splits, sinks=sinks)[0]
     return scan(queries, tiles, spans, raw, stored, scale, mask, sinks)
+
+
+def _plain(stored: Stored, dtype: mx.Dtype) -> mx.array:
+    """Return what of *stored* is in full precision as the fast kernel reads it, (1, 2, KV heads, n, D)."""
+    if stored.k.head is None and stored.k.tail is None:
+        return mx.zeros((1, 2, stored.n_kv_heads, 1, stored.layout.dim_k), dtype=dtype)
+    return mx.stack([stored.k.joined(), stored.v.joined()])[None]
 
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """Keys and values in full precision, ([B,] H, n, D) each: what comes before the packed tokens, and after them."""
+    """Keys and values in full precision, (H, n, D) each: what comes before the packed tokens, and after them."""
 
     k_head: mx.array
     k_tail: mx.array
@@ -101,77 +109,83 @@ class Layer:
     def _variant(self, grouped: int, dtype: mx.Dtype, scale: float) -> Variant:
         k, v, dim = self.layout.k, self.layout.v, self.layout.dim_k
         shape = FastShape(dim, grouped, int(k.bits), int(v.bits), self.n_pairs > 0)
-        template = [
-            ("DIM", dim), ("GROUPED", grouped), ("K_BITS", shape.k_bits), ("V_BITS", shape.v_bits),
-            ("ROTARY", shape.rotary), ("HAS_MEAN", self.has_mean), ("N_PAIRS", self.n_pairs),
-            ("PAIR_STEP", self.step), ("PAIR_GAP", self.gap), ("SCALE", _bits(scale)),
-            ("K_STEP", _bits(_step(k, dim))), ("V_STEP", _bits(_step(v, dim))),
-            ("SHARED", shape.shared_bytes), ("T", dtype),
-        ]  # fmt: skip
-        return Variant(template, shape.shared_bytes)
+        constants = {
+            "DIM": dim, "GROUPED": grouped, "K_BITS": shape.k_bits, "V_BITS": shape.v_bits,
+            "ROTARY": int(shape.rotary), "HAS_MEAN": int(self.has_mean), "N_PAIRS": self.n_pairs,
+            "PAIR_STEP": self.step, "PAIR_GAP": self.gap, "SCALE": _bits(scale),
+            "K_STEP": _bits(_step(k, dim)), "V_STEP": _bits(_step(v, dim)),
+            "SHARED": shape.shared_bytes,
+        }  # fmt: skip
+        return Variant(constants, dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """Template arguments and shared memory of one variant of the fast kernel."""
+    """One variant of the fast kernel; *kernels* by the rows that they have room for, and whether there are sinks."""
 
-    template: list[tuple[str, Any]]
-    shared_bytes: int
+    constants: dict[str, int]
+    dtype: mx.Dtype
+    kernels: dict[tuple[int, bool], Any] = field(default_factory=dict)
+
+    def kernel(self, room: int, *, sinks: bool) -> Any:
+        """Return the kernel with *room*; made when first asked for."""
+        key = (room, sinks)
+        if key not in self.kernels:
+            self.kernels[key] = sources.fast_kernel(self.constants, self.dtype, room, sinks=sinks)
+        return self.kernels[key]
 
 
 def fast(
     queries: mx.array,
-    tiles: mx.array,
+    fresh: tuple[mx.array, mx.array] | None,
+    plain: mx.array,
+    tiles: Sequence[mx.array],
     spans: mx.array,
-    raw: Raw,
     layer: Layer,
     scale: float,
     splits: int,
     *,
-    pages: mx.array | None = None,
     sinks: mx.array | None = None,
-) -> mx.array:
+) -> tuple[mx.array, mx.array]:
     """Attend from one query token of each row, in one node.
 
     Args:
         queries: ([B,] n_heads, 1, D); without B there is one row.
-        tiles: uint32 (KV heads, pages, words), in fragments.
+        fresh: keys and values of the newest tokens, ([B,] KV heads, 1, D) of the queries' dtype; None: they are in
+            *plain*. *spans* say the same.
+        plain: the rows' tokens in full precision, (B, 2, KV heads, slots, D) of the queries' dtype (plain.cuh).
+        tiles: of each row, uint32 (KV heads, capacity, words), in fragments.
         spans: as spans_of gives them.
-        raw: the rows' tokens in full precision, of the queries' dtype.
         layer: what layer_of gives.
         scale: factor of the scores.
         splits: parts into which the tiles of a head go.
-        pages: int32 (B, most): the page of each of a row's tiles; None: tile t is page t.
         sinks: learned sink logits (n_heads,), or None.
 
     Returns:
-        an array like *queries*.
+        an array like *queries*, and *plain* with the newest tokens and without those that have left.
     """
-    rows = queries.shape[0] if queries.ndim == 4 else 1
+    rows = len(tiles)
     n_heads, dim = queries.shape[-3], queries.shape[-1]
     dtype = queries.dtype
     variant = layer.variant(n_heads // layer.n_kv_heads, dtype, scale)
-    kernel = sources.fast_kernel(
-        variant.shared_bytes, paged=pages is not None, sinks=sinks is not None
-    )
-    inputs = [
-        queries, tiles, spans, raw.k_head, raw.k_tail, raw.v_head, raw.v_tail, layer.constants,
-        next(_counter_sets()),
-    ]  # fmt: skip
-    if pages is not None:
-        inputs.append(pages)
+    room = plan.room_for(rows)
+    assert room is not None, "more rows than there are inputs for"
+    kernel = variant.kernel(room, sinks=sinks is not None)
+    keys, values = (queries, queries) if fresh is None else fresh
+    counters = next(_counter_sets(plan.counters_for(rows * n_heads)))
+    inputs = [queries, keys, values, plain, spans, layer.constants, counters, *tiles]
+    inputs += [tiles[0]] * (room - rows)
     if sinks is not None:
         inputs.append(sinks if sinks.dtype == dtype else sinks.astype(dtype))
     partial = rows * n_heads * splits * (dim + 2) if splits > 1 else _SPAN_WORDS
-    out: mx.array = kernel(
+    out, following, _ = kernel(
         inputs=inputs,
-        template=variant.template,
         grid=(splits * plan.THREADS, layer.n_kv_heads, rows),
         threadgroup=(plan.THREADS, 1, 1),
-        output_shapes=[queries.shape, (partial,)],
-        output_dtypes=[dtype, mx.float32],
-    )[0]
-    return out
+        output_shapes=[queries.shape, plain.shape, (partial,)],
+        output_dtypes=[dtype, dtype, mx.float32],
+    )
+    return out, following
 
 
 def scan(
@@ -235,21 +249,34 @@ def scan(
     return out.astype(queries.dtype)
 
 
-@lru_cache(maxsize=64)
-def spans_of(rows: Spans) -> mx.array:
-    """Return (length, packed from, packed to, dropped) of each row for the kernels, int32 (B, 16).
+@lru_cache(maxsize=256)
+def spans_of(rows: Words, grown: int = 0, *, fresh: bool = False) -> mx.array:
+    """Return the words of `Span` (common.cuh) of each row, int32 (B, 16), the lengths *grown* by some.
 
-    All layers of a step have the same ones, mostly: it is made once for all of them, by the GPU.
+    *fresh*: the newest tokens come by themselves. All layers of a step have the same spans, mostly.
     """
-    words = np.zeros((len(rows), _SPAN_WORDS), dtype=np.int32)
-    words[:, :4] = rows
+    words = _words(rows)
+    words[:, 0] += grown
+    words[:, 5] = fresh
     return on_device(words)
+
+
+@lru_cache(maxsize=256)
+def words_of(rows: Words) -> mx.array:
+    """Return *rows* of up to 16 numbers for the kernels, int32 (B, 16), in the GPU's memory."""
+    return on_device(_words(rows))
+
+
+def _words(rows: Words) -> np.ndarray[Any, np.dtype[np.int32]]:
+    words = np.zeros((len(rows), _SPAN_WORDS), dtype=np.int32)
+    words[:, : len(rows[0])] = rows
+    return words
 
 
 def on_device(numbers: np.ndarray[Any, Any]) -> mx.array:
     """Return *numbers* in memory of the GPU's own: what is made from the host's data is in memory that both share."""
     array = mx.array(numbers)
-    return array + mx.zeros_like(array)
+    return mx.zeros_like(array) + array  # in this order: a sum takes the memory of its first term
 
 
 # By identity: hashing a layout at every call would cost more than the rest of it.
@@ -385,9 +412,9 @@ def _nothing(dtype: mx.Dtype) -> mx.array:
 
 
 @cache
-def _counter_sets() -> cycle[mx.array]:
-    """Return counters for one call after another: a call under way must not share its own with another."""
-    sets = [mx.zeros((_COUNTERS,), dtype=mx.uint32) for _ in range(_COUNTER_SETS)]
+def _counter_sets(counters: int) -> cycle[mx.array]:
+    """Return that many counters for one call after another: a call under way must not share its own with another."""
+    sets = [mx.zeros((counters,), dtype=mx.uint32) for _ in range(_COUNTER_SETS)]
     mx.eval(sets)
     return cycle(sets)
 

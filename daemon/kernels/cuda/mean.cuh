@@ -19,19 +19,30 @@ constexpr int COLUMN = 36;                  // words of a column of coefficients
 constexpr int MEAN_TABLE_WORDS = 1024;
 
 // Constants of one rotary embedding, as daemon/kernels/cuda/angles.py lays them out:
-// table | 32 row corrections | 64 (cos, sin) of the stride | 64 angles in 2^-64 turns per half token, (low, high).
+// table | 32 row corrections | 64 angles in 2^-64 turns per half token, (low, high).
 struct MeanConstants {
   const u32* words;
 
   __device__ __forceinline__ const uint4* table() const { return reinterpret_cast<const uint4*>(words); }
   __device__ __forceinline__ const int* corrections() const { return reinterpret_cast<const int*>(words + 1024); }
-  __device__ __forceinline__ const float4* stride() const { return reinterpret_cast<const float4*>(words + 1056); }
-  __device__ __forceinline__ const uint4* angles() const { return reinterpret_cast<const uint4*>(words + 1184); }
+  __device__ __forceinline__ const uint4* angles() const { return reinterpret_cast<const uint4*>(words + 1056); }
+  __device__ __forceinline__ uint2 angle(int pair) const {
+    return __ldg(reinterpret_cast<const uint2*>(words + 1056) + pair);
+  }
 };
 
 // The top 32 bits of n·angle: the phase as a fraction of a turn, exact for any position.
 __device__ __forceinline__ u32 phase(int n, u32 low, u32 high) {
   return __umulhi((u32)n, low) + (u32)n * high - ((u32)(n >> 31) & low);
+}
+
+// (cos, sin) of the phase `tokens` further; accurate to the last bits of a float.
+__device__ __forceinline__ float2 turned(int tokens, uint2 angle) {
+  const int turn = (int)phase(2 * tokens, angle.x, angle.y);
+  const float halves = (float)turn, rest = (float)(turn - (int)halves) * 1.4629180792671596e-9f;  // 2^-31 · π
+  float sine, cosine;
+  sincospif(halves * 4.656612873077393e-10f, &sine, &cosine);  // 2^-31
+  return make_float2(fmaf(-sine, rest, cosine), fmaf(cosine, rest, sine));
 }
 
 // NT: tiles of 4 query heads. Lane 16·h + u holds pairs 4u..4u+3 of the heads 2h and 2h + 1 of each.
@@ -49,9 +60,6 @@ struct MeanBias {
     const uint4 f0 = __ldg(from.angles() + 2 * u), f1 = __ldg(from.angles() + 2 * u + 1);
     angle_low[0] = f0.x, angle_high[0] = f0.y, angle_low[1] = f0.z, angle_high[1] = f0.w;
     angle_low[2] = f1.x, angle_high[2] = f1.y, angle_low[3] = f1.z, angle_high[3] = f1.w;
-    const float4 s0 = __ldg(from.stride() + 2 * u), s1 = __ldg(from.stride() + 2 * u + 1);
-    step_cosine[0] = s0.x, step_sine[0] = s0.y, step_cosine[1] = s0.z, step_sine[1] = s0.w;
-    step_cosine[2] = s1.x, step_sine[2] = s1.y, step_cosine[3] = s1.z, step_sine[3] = s1.w;
 #pragma unroll
     for (int i = 0; i < 4; ++i) correction[i] = __ldg(from.corrections() + 8 * i + g);
     if (IN_REGISTERS)
@@ -69,9 +77,13 @@ struct MeanBias {
     }
   }
 
-  // Coefficients of all heads, scaled to COEFFICIENT_MAX, [head][64] of (A, B); and what a unit of them is worth.
-  __device__ __forceinline__ void take(const float2* coefficients, const float2* worth, int lane) {
+  // Coefficients of all heads, scaled to COEFFICIENT_MAX, [head][64] of (A, B); what a unit of them is worth; and the
+  // (cos, sin) by which phases turn from one tile of the warp to the next.
+  __device__ __forceinline__ void take(const float2* coefficients, const float2* worth, const float4* steps, int lane) {
     const int u = lane & 15, h = lane >> 4, c = lane & 3;
+    const float4 s0 = steps[2 * u], s1 = steps[2 * u + 1];
+    step_cosine[0] = s0.x, step_sine[0] = s0.y, step_cosine[1] = s0.z, step_sine[1] = s0.w;
+    step_cosine[2] = s1.x, step_sine[2] = s1.y, step_cosine[3] = s1.z, step_sine[3] = s1.w;
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
 #pragma unroll

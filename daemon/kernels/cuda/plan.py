@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -17,9 +18,12 @@ MOST_GROUPED = 16  # query heads of a KV head
 MULTIPROCESSORS = 132  # of an H200; on another device blocks are merely spread less evenly
 
 FAST_GROUPED = 8
+ROOMS = (1, 8, 32, 64)  # rows that a variant of the fast kernel has inputs for
 TILE_WARPS = 8
 PLAIN_WARPS = 4
 THREADS = 32 * (TILE_WARPS + PLAIN_WARPS)
+
+_FEWEST_COUNTERS = 1024
 
 SCAN_ROWS = 16
 SCAN_THREADS = 256
@@ -64,9 +68,25 @@ def is_fast(layout: TileLayout, grouped: int, queries: int, *, masked: bool) -> 
     )
 
 
-def fast_splits(rows: int, n_kv_heads: int, tiles: int) -> int:
-    """Return into how many parts the tiles of a head go: one block a multiprocessor, a tile or more for each warp."""
-    return max(1, min(MULTIPROCESSORS // (rows * n_kv_heads), -(-tiles // TILE_WARPS)))
+def room_for(rows: int) -> int | None:
+    """Return for how many rows the smallest variant of the tensor-core kernel is that serves *rows*; None: there is none."""
+    return next((room for room in ROOMS if rows <= room), None)
+
+
+def fast_splits(n_kv_heads: int, tiles: Sequence[int]) -> int:
+    """Return into how many parts the *tiles* of each row's heads go.
+
+    One block a multiprocessor, if all rows were equal; a row that is longer than the others is cut into more. A
+    part has a tile or more for each warp.
+    """
+    most = max(tiles)
+    even = MULTIPROCESSORS * most // (n_kv_heads * max(1, sum(tiles)))
+    return max(1, min(even, MULTIPROCESSORS // n_kv_heads, -(-most // TILE_WARPS)))
+
+
+def counters_for(heads: int) -> int:
+    """Return how many counters a call gets for the *heads* of all its rows: one each, in few different sizes."""
+    return max(_FEWEST_COUNTERS, 1 << (heads - 1).bit_length())
 
 
 def scan_blocks(grouped: int, queries: int) -> int:
@@ -103,13 +123,12 @@ class FastShape:
         stages = 2 if self.k_bits + self.v_bits > 12 else 3
         words = (self.k_bits + self.v_bits) * self.dim + TILE
         in_registers = tiles == 1 and self.k_bits != 5
-        parts = TILE_WARPS + PLAIN_WARPS
+        parts = TILE_WARPS + 1
         at = _aligned(TILE_WARPS * stages * 8)
-        at = _aligned(at + heads * 2 * self.dim + heads * 8 + parts * heads * 8 + 4)
+        at = _aligned(at + heads * 2 * self.dim + heads * 8 + parts * heads * 8)
         at = _aligned(at + 4 * 32 * 16 + heads * 8)
-        at = _aligned(at + heads * self.dim * 4)
-        at = _aligned(at + PLAIN_WARPS * heads * (self.dim + 8) * 4)
-        at = _aligned(at + heads * 64 * 8 * self.rotary)
+        at = _aligned(at + heads * (self.dim + 8) * 4)
+        at = _aligned(at + heads * 64 * 8 * self.rotary) + 64 * 8 * self.rotary
         at = _aligned(at + TILE_WARPS * 2 * tiles * 8 * 36 * 4 * self.rotary)
         at = _aligned(at + 4096 * (self.rotary and not in_registers))
         return at + TILE_WARPS * stages * words * 4

@@ -7,7 +7,7 @@ nothing is compiled again because a sequence has grown.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from daemon.kernels.cuda import plan
 
 FOLDER = Path(__file__).parent
 
-_FAST_FILES = ("common", "hopper", "decode", "mean", "fragments")
+_FAST_FILES = ("common", "hopper", "decode", "mean", "head", "plain", "fragments")
 _SCAN_FILES = ("common", "codes", "scan")
 
 # What a block of the fast kernel has is its own: without bounds the compiler would spare registers for more threads.
@@ -27,9 +27,10 @@ _BOUNDS = f"""
 #define __global__ __attribute__((global)) __launch_bounds__({plan.THREADS}, 1)
 """
 
-FAST_INPUTS = (
-    "q", "tiles", "spans", "k_head", "k_tail", "v_head", "v_tail", "layer", "counters",
-)  # fmt: skip
+C_TYPES = {mx.float16: "__half", mx.bfloat16: "__nv_bfloat16", mx.float32: "float"}
+
+# `tiles0` and so on follow, one for each row that the kernel has room for, and `logits` where there are any
+FAST_INPUTS = ("q", "fresh_keys", "fresh_values", "plain", "spans", "layer", "counters")
 FAST_BODY = """
 extern __shared__ __align__(128) unsigned char shared[];
 static_assert(tqd::Shape<DIM, GROUPED, K_BITS, V_BITS, ROTARY>::BYTES == SHARED, "plan.FastShape counts otherwise");
@@ -37,17 +38,22 @@ static_assert(tqd::THREADS == MOST_THREADS, "plan.THREADS is another number");
 const int n_kv = gridDim.y, splits = gridDim.x;
 const float* v_signs = layer + n_kv * DIM;
 const float* mean = v_signs + DIM;
+tqd::Tiles tiles;
+switch (blockIdx.z) {{
+{tiles}
+}}
 const tqd::Fragments<DIM, GROUPED, K_BITS, V_BITS, ROTARY, T> kernel{{
-    tqd::vectors(q, q_strides, q_ndim), tqd::tiles_of(tiles, tiles_strides, {pages}),
-    tqd::vectors(k_head, k_head_strides, k_head_ndim), tqd::vectors(k_tail, k_tail_strides, k_tail_ndim),
-    tqd::vectors(v_head, v_head_strides, v_head_ndim), tqd::vectors(v_tail, v_tail_strides, v_tail_ndim),
-    layer, v_signs, HAS_MEAN ? mean : nullptr, N_PAIRS, PAIR_STEP, PAIR_GAP,
+    tqd::vectors(q, q_strides, q_ndim), tiles,
+    {{plain, next, n_kv, (int)plain_shape[3], tqd::vectors(fresh_keys, fresh_keys_strides, fresh_keys_ndim),
+      tqd::vectors(fresh_values, fresh_values_strides, fresh_values_ndim)}},
+    spans, layer, v_signs, HAS_MEAN ? mean : nullptr, N_PAIRS, PAIR_STEP, PAIR_GAP,
     {{reinterpret_cast<const tqd::u32*>(mean + n_kv * DIM)}}, {logits},
     __int_as_float(SCALE), __int_as_float(K_STEP), __int_as_float(V_STEP),
     sums, reinterpret_cast<float2*>(sums + (long long)gridDim.z * n_kv * GROUPED * splits * DIM),
     const_cast<tqd::u32*>(counters), out}};
-kernel.run({{tqd::span_of(spans, blockIdx.z), (int)blockIdx.z, (int)blockIdx.y, n_kv, (int)blockIdx.x, splits}}, shared);
+kernel.run({{(int)blockIdx.z, (int)blockIdx.y, n_kv, (int)blockIdx.x, splits}}, shared);
 """
+_ROW_OF_TILES = "  case {row}: tiles = tqd::tiles_of(tiles{row}, tiles{row}_strides, nullptr, (int)tiles{row}_shape[1]); break;"
 
 SCAN_INPUTS = (
     "q", "rotated", "tiles", "spans", "k_head", "k_tail", "v_head", "v_tail", "k_levels", "v_levels",
@@ -73,12 +79,30 @@ tqd::scan_merge<L>(sums, sums + (long long)gridDim.x * SPLITS * 2 * DIM_V, {logi
 
 ENCODE_INPUTS = ("keys", "values", "k_signs", "v_signs", "k_numbers", "v_numbers", "spans")
 ENCODE_BODY = """
-using Encode = tqd::Encode<DIM, K_BITS, V_BITS, K_LEVELS, V_LEVELS, STRETCHES, K, V>;
-__shared__ tqd::u32 words[Encode::WORDS];
-const Encode encode{
+using Encoding = tqd::Encoding<DIM, K_BITS, V_BITS, K_LEVELS, V_LEVELS, STRETCHES>;
+__shared__ tqd::u32 words[Encoding::WORDS];
+const tqd::Centered<DIM, K, V> vectors{
     tqd::vectors(keys, keys_strides, keys_ndim), tqd::vectors(values, values_strides, values_ndim), k_signs, v_signs,
-    k_numbers, v_numbers, (int)keys_shape[1], spans[0], out};
-encode.run(blockIdx.x, gridDim.x, blockIdx.y, words);
+    (int)blockIdx.y};
+const Encoding encoding{k_numbers, v_numbers};
+encoding.tile(blockIdx.x, spans[0], keys_shape[1], vectors, words,
+              out + ((long long)blockIdx.y * gridDim.x + blockIdx.x) * Encoding::WORDS);
+"""
+
+FOLD_INPUTS = ("plain", "folds", "layer", "k_numbers", "v_numbers")
+FOLD_BODY = """
+using Encoding = tqd::Encoding<DIM, K_BITS, V_BITS, K_LEVELS, V_LEVELS, STRETCHES>;
+__shared__ tqd::u32 words[Encoding::WORDS];
+const int n_kv = gridDim.y;
+const float* v_signs = layer + n_kv * DIM;
+const float* mean = v_signs + DIM;
+using Mean = tqd::LeavingMean<DIM, HAS_MEAN, N_PAIRS, PAIR_STEP, PAIR_GAP>;
+const tqd::LeavingTokens<DIM, Mean, T> tokens{
+    plain, layer, v_signs, {mean, reinterpret_cast<const tqd::u32*>(mean + n_kv * DIM)},
+    tqd::leaving(folds, blockIdx.z), (int)blockIdx.y, n_kv, (int)plain_shape[3]};
+const Encoding encoding{k_numbers, v_numbers};
+encoding.tile(blockIdx.x, tokens.at.first, tokens.at.count, tokens, words,
+              out + (((long long)blockIdx.z * n_kv + blockIdx.y) * gridDim.x + blockIdx.x) * Encoding::WORDS);
 """
 
 ROUND_BODY = """
@@ -96,11 +120,19 @@ def header(names: Sequence[str], folder: Path = FOLDER) -> str:
     return "".join(f'#include "{folder / name}.cuh"\n' for name in names)
 
 
-def fast_text(*, paged: bool, sinks: bool) -> tuple[str, str]:
-    """Return header and body of the tensor-core kernel."""
-    body = _filled(FAST_BODY, pages=_PAGES if paged else _NO_PAGES, logits=_logits("T", sinks))
+def fast_inputs(rows: int, *, sinks: bool) -> list[str]:
+    """Return the names of the inputs of the tensor-core kernel for up to *rows* rows."""
+    return [*FAST_INPUTS, *(f"tiles{row}" for row in range(rows)), *["logits"] * sinks]
+
+
+def fast_text(
+    constants: Mapping[str, int], kind: str, rows: int, *, sinks: bool
+) -> tuple[str, str]:
+    """Return header and body of the tensor-core kernel for up to *rows* rows, vectors of the C++ type *kind*."""
+    tiles = "\n".join(_ROW_OF_TILES.format(row=row) for row in range(rows))
+    body = _filled(FAST_BODY, tiles=tiles, logits=_logits("T", sinks))
     body = body.replace("MOST_THREADS", str(plan.THREADS))
-    return header(_FAST_FILES) + _BOUNDS, body
+    return header(_FAST_FILES) + _BOUNDS, _with_constants(body, constants, kind)
 
 
 def scan_text(*, paged: bool, masked: bool) -> tuple[str, str]:
@@ -114,12 +146,12 @@ def merge_text(*, sinks: bool) -> tuple[str, str]:
     return header(_SCAN_FILES), _filled(MERGE_BODY, logits=_logits("L", sinks))
 
 
-@cache
-def fast_kernel(shared_bytes: int, *, paged: bool, sinks: bool) -> Any:
-    """Return the tensor-core kernel; its inputs are FAST_INPUTS, `pages` and `logits` where there are any."""
-    names = [*FAST_INPUTS, *["pages"] * paged, *["logits"] * sinks]
-    text = fast_text(paged=paged, sinks=sinks)
-    return _kernel("tqd_fragments", names, ["out", "sums"], text, shared_bytes)
+def fast_kernel(constants: Mapping[str, int], kind: mx.Dtype, rows: int, *, sinks: bool) -> Any:
+    """Return the tensor-core kernel for up to *rows* rows; its inputs are fast_inputs."""
+    name = _named(f"tqd_fragments{rows}", constants, kind)
+    text = fast_text(constants, C_TYPES[kind], rows, sinks=sinks)
+    inputs = fast_inputs(rows, sinks=sinks)
+    return _kernel(name, inputs, ["out", "next", "sums"], text, constants["SHARED"])
 
 
 @cache
@@ -144,6 +176,30 @@ def encode_text() -> tuple[str, str]:
 def encode_kernel() -> Any:
     """Return the kernel that encodes whole tiles; its inputs are ENCODE_INPUTS."""
     return _kernel("tqd_encode", list(ENCODE_INPUTS), ["out"], encode_text(), 0)
+
+
+def fold_text(constants: Mapping[str, int], kind: str) -> tuple[str, str]:
+    """Return header and body of the kernel that encodes the plain tokens, of the C++ type *kind*, that leave for tiles."""
+    names = ("common", "hopper", "codes", "decode", "round", "encode", "mean", "fold")
+    return header(names), _with_constants(FOLD_BODY, constants, kind)
+
+
+def fold_kernel(constants: Mapping[str, int], kind: mx.Dtype) -> Any:
+    """Return the kernel that encodes the plain tokens that leave for tiles; its inputs are FOLD_INPUTS."""
+    name = _named("tqd_fold", constants, kind)
+    return _kernel(name, list(FOLD_INPUTS), ["out"], fold_text(constants, C_TYPES[kind]), 0)
+
+
+def _with_constants(body: str, constants: Mapping[str, int], kind: str) -> str:
+    """Return *body* after its constants, which are no template arguments: MLX takes longer over a call for each of those."""
+    given = "".join(f"constexpr int {name} = {value};\n" for name, value in constants.items())
+    return f"\n{given}using T = {kind};{body}"
+
+
+def _named(name: str, constants: Mapping[str, int], kind: mx.Dtype) -> str:
+    """Return the name of a variant: MLX knows what it has compiled by its name."""
+    values = "_".join(f"{value & 0xFFFFFFFF:x}" for value in constants.values())
+    return f"{name}_{values}_{C_TYPES[kind]}"
 
 
 def round_text() -> tuple[str, str]:
