@@ -74,19 +74,12 @@ def encoded(
     *,
     first: int,
     old: mx.array | None,
+    closest: Rounding = codec.closest,
 ) -> mx.array:
-    """Encode in plain mx, which is what every kernel is compared with; the contract is that of tiles."""
-    return _encoded(k, v, layout, first, old, codec.closest)
+    """Encode in plain mx, which is what every kernel is compared with; the contract is that of tiles.
 
-
-def _encoded(
-    k: mx.array | None,
-    v: mx.array | None,
-    layout: TileLayout,
-    first: int,
-    old: mx.array | None,
-    closest: Rounding,
-) -> mx.array:
+    *closest* chooses codes; a device may have a kernel for that alone.
+    """
     kept = None if old is None else packing.unpack(old, layout)
     return packing.pack(
         Packed(
@@ -129,7 +122,7 @@ def _on_cuda(
 ) -> mx.array:
     """Encode whole tiles by CUDA's kernel, and what it does not make in plain mx with CUDA's rounding."""
     if k is None or v is None or old is not None or cuda.encoding_refusal(layout):
-        return _encoded(k, v, layout, first, old, _cuda_rounding)
+        return encoded(k, v, layout, first=first, old=old, closest=_cuda_rounding)
     return cuda.tiles(k, v, layout, first=first)
 
 
