@@ -153,10 +153,15 @@ def _choice(layout: TileLayout, backend: Backend) -> Choice:
             return Choice("reference")
 
 
+def _rounded(kind: Codec) -> bool:
+    """Return whether codes of *kind* are each the nearest to a coordinate in a codebook."""
+    return kind.rotated and kind != INT8 and not kind.trellis
+
+
 def _cuda_refusal(layout: TileLayout) -> str | None:
     """Return why no kernel of CUDA helps to encode *layout*; None: one does."""
     refusal = cuda.encoding_refusal(layout)
-    if refusal and not any(kind.rotated and kind != INT8 for kind in (layout.k, layout.v)):
+    if refusal and not any(_rounded(kind) for kind in (layout.k, layout.v)):
         return refusal
     return None
 
