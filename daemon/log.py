@@ -26,7 +26,7 @@ EVENTS = frozenset({
     "worker.signalled", "worker.killed", "worker.exited", "worker.backed_off", "worker.failed", "worker.blocked",
     "worker.stopped", "blas.missing", "device.unknown", "memory.over_budget", "worker.leftover_found", "worker.leftover_ended", "worker.protocol_failed",
     # inside a worker
-    "model.loading", "model.loaded", "policy.resolved", "policy.fell_back", "engine.started", "engine.failed", "engine.stopped",
+    "model.loading", "model.loaded", "policy.resolved", "policy.warned", "engine.started", "engine.failed", "engine.stopped",
     "request.finished", "request.rejected", "request.failed", "http.failed", "lease.lost",
 })  # fmt: skip
 

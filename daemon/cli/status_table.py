@@ -199,19 +199,21 @@ def _layers(server: ServerStatus) -> Iterator[RenderableType]:
     cost = f"{kv['bytes_per_token']:,.0f} bytes per token"
     if kv["compression"] is not None:
         cost += f", {ratio(kv['compression'])} at 16 bits"
-    yield Text(f"\nKV cache: {kv['summary']}; {cost} ({kv['backend']})")
+    yield Text(f"\nKV cache: {kv['summary']}; {cost}")
     yield Text(f"calibration: {kv['calibration']}")
     for warning in kv["warnings"]:
         yield Text(f"note: {warning}")
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("LAYERS", "KIND", "REQUESTED", "EFFECTIVE", "BACKEND", "REASON"):
+    for name in ("LAYERS", "KIND", "REQUESTED", "EFFECTIVE", "ATTENTION", "PACKING", "REASON"):
         table.add_column(name)
     for group in layers:
         first, last = group["first"], group["last"]
         span = str(first) if first == last else f"{first}-{last}"
-        reasons = "; ".join(filter(None, (group["reason"], group["backend_reason"])))
-        row = (span, group["kind"], group["requested"], group["effective"], group["backend"])
-        table.add_row(*map(Text, (*row, reasons)))
+        found = (group["reason"], group["backend_reason"], group["packing_reason"])
+        reasons = "; ".join(dict.fromkeys(filter(None, found)))
+        backends = (group["backend"], group["packing_backend"])
+        row = (span, group["kind"], group["requested"], group["effective"], *backends, reasons)
+        table.add_row(*map(Text, row))
     yield table
 
 

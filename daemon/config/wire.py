@@ -94,8 +94,14 @@ class LayerReport(Message):
     requested: str
     effective: str
     reason: str | None = None
-    backend: str = Field("mlx", description="which attention runs: reference | metal | cuda | mlx")
+    backend: str = Field(
+        "mlx", description="which attention runs: reference | cpu | metal | cuda | mlx"
+    )
     backend_reason: str | None = Field(None, description="why not the device's own kernels")
+    packing_backend: str = Field(
+        "mlx", description="what packs tokens: reference | metal | cuda; mlx: none are packed"
+    )
+    packing_reason: str | None = Field(None, description="why not the device's own kernels")
 
 
 class KvReport(Message):
@@ -111,7 +117,7 @@ class KvReport(Message):
     calibration: str = Field("none", description="where the statistics of the keys come from")
     backend: str = Field(description="which attention runs; several where layers differ")
     packing_backend: str = Field(
-        "mlx", description="what packs tokens: reference | metal | cuda | mlx"
+        "mlx", description="what packs tokens; several where layers differ"
     )
     bytes_per_token: float = Field(description="measured on real buffers of packed tokens")
     bytes_per_token_fp16: float = Field(description="the same layers in a 16-bit cache")

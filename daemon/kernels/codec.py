@@ -15,7 +15,7 @@ and a bias for each group of values, x ≈ S_g·c + B_g.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
@@ -33,6 +33,9 @@ _TINY = 1e-30
 # threshold. These few find nearly all there is to gain (ADR 11).
 STRETCHES = (1.0, 0.85, 0.9, 0.95, 1.05, 1.1, 1.15, 1.2)
 
+Rounding = Callable[[mx.array, float], tuple[mx.array, mx.array]]
+"""A way to choose codes, under the contract of closest."""
+
 
 def rotate(x: mx.array, codec: Codec, side: Side) -> mx.array:
     """Return the vectors *x* in the basis in which *codec* stores them, in float32 unless that is their own."""
@@ -44,13 +47,16 @@ def unrotate(y: mx.array, codec: Codec, side: Side) -> mx.array:
     return rotation.unrotate(y, side) if codec.rotated else y
 
 
-def encode(x: mx.array, codec: Codec, side: Side) -> tuple[mx.array, mx.array]:
+def encode(
+    x: mx.array, codec: Codec, side: Side, rounding: Rounding | None = None
+) -> tuple[mx.array, mx.array]:
     """Return the codes and scales of *x*.
 
     Args:
         x: vectors of shape (..., T, D), any float dtype.
         codec: any but fp16.
         side: `k` or `v`; each has a rotation of its own.
+        rounding: what chooses the codes of a codebook; None: closest.
 
     Returns:
         codes of shape (..., T, D), uint8 (int8's are two's complement), and float16 scales of shape
@@ -61,7 +67,7 @@ def encode(x: mx.array, codec: Codec, side: Side) -> tuple[mx.array, mx.array]:
         return _encode_affine(z, codec)
     if codec == INT8:
         return _encode_int8(z)
-    return _encode_turbo(z, codec)
+    return _encode_turbo(z, codec, rounding or closest)
 
 
 def decode(codes: mx.array, scales: mx.array, codec: Codec) -> tuple[mx.array, mx.array]:
@@ -142,7 +148,7 @@ def _encode_int8(z: mx.array) -> tuple[mx.array, mx.array]:
     return mx.clip(codes, -127, 127).astype(mx.int8).view(mx.uint8), scales
 
 
-def _encode_turbo(z: mx.array, codec: Codec) -> tuple[mx.array, mx.array]:
+def _encode_turbo(z: mx.array, codec: Codec, rounding: Rounding) -> tuple[mx.array, mx.array]:
     dim = z.shape[-1]
     norm = mx.sqrt(mx.sum(z * z, axis=-1, keepdims=True))
     u = z * (dim**0.5 / mx.maximum(norm, _TINY))
@@ -150,7 +156,7 @@ def _encode_turbo(z: mx.array, codec: Codec) -> tuple[mx.array, mx.array]:
         codes = trellis.encode(u)
         overlap = _overlap(u, codes, codec)
     else:
-        codes, overlap = _closest(u, codec.bits)
+        codes, overlap = rounding(u, codec.bits)
     scales = _scales(norm[..., 0], overlap, codes, codec)
     return codes, _fp16(mx.where(norm[..., 0] > _TINY, scales, 0.0))
 
@@ -183,12 +189,16 @@ def _scales(norm: mx.array, overlap: mx.array, codes: mx.array, codec: Codec) ->
     return scales
 
 
-def _closest(u: mx.array, bits: float) -> tuple[mx.array, mx.array]:
-    """Return the codes c with the smallest angle between u and c, and ⟨u, c⟩."""
-    if packing.on_cuda():
-        from daemon.kernels.cuda import rounding  # its package imports this module
+def closest(u: mx.array, bits: float) -> tuple[mx.array, mx.array]:
+    """Return the codes c, of those that u times each of STRETCHES rounds to, with the smallest angle to u; and ⟨u, c⟩.
 
-        return rounding.closest(u, bits, STRETCHES)
+    Args:
+        u: float32 (..., D), of length √D.
+        bits: the width of the codes.
+
+    Returns:
+        uint8 (..., D) and float32 (...).
+    """
     dim = u.shape[-1]
     quantize, on_grid = _quantizer(bits, dim), _grid_of(bits)
     codes = overlap = cosine = None

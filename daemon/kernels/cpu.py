@@ -60,22 +60,22 @@ def _scores(queries: mx.array, stored: Stored) -> mx.array:
 
     So most steps meet the shapes of the step before, for which their chains are compiled.
     """
-    parts = [] if stored.k.head is None else [_products(queries, _raw_blocks(stored.k.head))]
+    columns = mx.contiguous(queries.swapaxes(-1, -2))
+    parts = [] if stored.k.head is None else [_products(columns, _raw_blocks(stored.k.head))]
     if stored.layout.k != FP16:
         parts.append(_packed_scores(queries, stored, stored.layout.k))
     if stored.k.tail is not None:
-        parts.append(_products(queries, _raw_blocks(stored.k.tail)))
+        parts.append(_products(columns, _raw_blocks(stored.k.tail)))
     if spare := -stored.length % TILE:
         parts.append(mx.full((*queries.shape[:2], spare), -mx.inf))
     return mx.concatenate(parts, axis=-1)
 
 
-def _products(queries: mx.array, blocks: Iterator[mx.array]) -> mx.array:
-    """Return the products of *queries* (H, N, dim) with the vectors in *blocks*, (H, N, T).
+def _products(columns: mx.array, blocks: Iterator[mx.array]) -> mx.array:
+    """Return the products of queries, which are *columns* (H, dim, N), with the vectors in *blocks*: (H, N, T).
 
     BLAS is faster with few queries on the right.
     """
-    columns = mx.contiguous(queries.swapaxes(-1, -2))
     products = [block @ columns for block in blocks]
     joined = products[0] if len(products) == 1 else mx.concatenate(products, axis=1)
     return mx.contiguous(joined.swapaxes(-1, -2))
@@ -84,7 +84,7 @@ def _products(queries: mx.array, blocks: Iterator[mx.array]) -> mx.array:
 def _packed_scores(queries: mx.array, stored: Stored, kind: Codec) -> mx.array:
     keys, unit = stored.keys, codec.grid_unit(kind, stored.layout.dim_k)
     rotated = codec.rotate(queries if keys is None else keys.scaled(queries), kind, "k")
-    scores = _products(rotated, _grids(stored, "k"))
+    scores = _products(mx.contiguous(rotated.swapaxes(-1, -2)), _grids(stored, "k"))
     if unit.fraction:
         scores = scores + unit.fraction * mx.sum(rotated, axis=-1, keepdims=True)
     scores = (scores * _factors(stored, "k")[:, None])[..., stored.packed_from : stored.packed_to]

@@ -10,9 +10,11 @@ import mlx.core as mx
 from daemon.errors import first_line
 from daemon.kernels import codec, cuda, metal, packing
 from daemon.kernels.backend import Backend, Choice, backend_of_device, choose
+from daemon.kernels.codec import Rounding
+from daemon.kernels.cuda import rounding
 from daemon.kernels.packing import TILE, Packed, TileLayout
 from daemon.kernels.rotation import Side
-from daemon.policy.schemes import Codec
+from daemon.policy.schemes import INT8, Codec
 
 _Coded = tuple[mx.array, mx.array]
 
@@ -72,24 +74,33 @@ def encoded(
     *,
     first: int,
     old: mx.array | None,
+    closest: Rounding = codec.closest,
 ) -> mx.array:
-    """Encode in plain mx, which is what every kernel is compared with; the contract is that of tiles."""
+    """Encode in plain mx, which is what every kernel is compared with; the contract is that of tiles.
+
+    *closest* chooses codes; a device may have a kernel for that alone.
+    """
     kept = None if old is None else packing.unpack(old, layout)
     return packing.pack(
         Packed(
-            k=_side(k, layout.k, "k", first, kept.k if kept else None),
-            v=_side(v, layout.v, "v", first, kept.v if kept else None),
+            k=_side(k, layout.k, "k", first, kept.k if kept else None, closest),
+            v=_side(v, layout.v, "v", first, kept.v if kept else None, closest),
         ),
         layout,
     )
 
 
 def _side(
-    vectors: mx.array | None, kind: Codec, side: Side, first: int, old: _Coded | None
+    vectors: mx.array | None,
+    kind: Codec,
+    side: Side,
+    first: int,
+    old: _Coded | None,
+    closest: Rounding,
 ) -> _Coded | None:
     if vectors is None:
         return None
-    codes, scales = codec.encode(vectors, kind, side)
+    codes, scales = codec.encode(vectors, kind, side, closest)
     if old is not None:
         codes = mx.concatenate([old[0][:, :first], codes], axis=1)
         scales = mx.concatenate([old[1][:, :first], scales], axis=1)
@@ -109,10 +120,14 @@ def _on_cuda(
     first: int,
     old: mx.array | None,
 ) -> mx.array:
-    """Encode by CUDA's kernel, and in plain mx into a tile that is filled already in part."""
-    if k is None or v is None or old is not None:
-        return encoded(k, v, layout, first=first, old=old)
+    """Encode whole tiles by CUDA's kernel, and what it does not make in plain mx with CUDA's rounding."""
+    if k is None or v is None or old is not None or cuda.encoding_refusal(layout):
+        return encoded(k, v, layout, first=first, old=old, closest=_cuda_rounding)
     return cuda.tiles(k, v, layout, first=first)
+
+
+def _cuda_rounding(u: mx.array, bits: float) -> _Coded:
+    return rounding.closest(u, bits, codec.STRETCHES)
 
 
 def _encoder(backend: Backend) -> Encode:
@@ -136,9 +151,22 @@ def _choice(layout: TileLayout, backend: Backend) -> Choice:
             return choose(backend, metal.encoding_refusal(layout), problem)
         case "cuda":
             problem = partial(_problem, _on_cuda, layout)
-            return choose(backend, cuda.encoding_refusal(layout), problem)
+            return choose(backend, _cuda_refusal(layout), problem)
         case "cpu" | "reference" | "mlx":
             return Choice("reference")
+
+
+def _rounded(kind: Codec) -> bool:
+    """Return whether codes of *kind* are each the nearest to a coordinate in a codebook."""
+    return kind.rotated and kind != INT8 and not kind.trellis
+
+
+def _cuda_refusal(layout: TileLayout) -> str | None:
+    """Return why no kernel of CUDA helps to encode *layout*; None: one does."""
+    refusal = cuda.encoding_refusal(layout)
+    if refusal and not any(_rounded(kind) for kind in (layout.k, layout.v)):
+        return refusal
+    return None
 
 
 def _problem(encode: Encode, layout: TileLayout) -> str | None:
@@ -150,13 +178,17 @@ def _problem(encode: Encode, layout: TileLayout) -> str | None:
             (layout.k, layout.v), (layout.dim_k, layout.dim_v), random, strict=True
         )
     )
-    expected = encoded(k, v, layout, first=3, old=None)
-    try:
-        got = encode(k, v, layout, first=3, old=None)
-        mx.eval(got)
-    except Exception as error:  # noqa: BLE001 - whatever a device's compiler or driver raises means "not here"
-        return f"fail to encode on this device ({type(error).__name__}: {first_line(error)})"
-    return difference(got, expected, layout)
+    # into tiles of their own, and into one that holds tokens already
+    for old in (None, encoded(k, v, layout, first=0, old=None)[:, :1]):
+        expected = encoded(k, v, layout, first=3, old=old)
+        try:
+            got = encode(k, v, layout, first=3, old=old)
+            mx.eval(got)
+        except Exception as error:  # noqa: BLE001 - whatever a device's compiler or driver raises means "not here"
+            return f"fail to encode on this device ({type(error).__name__}: {first_line(error)})"
+        if found := difference(got, expected, layout):
+            return found
+    return None
 
 
 def difference(got: mx.array, expected: mx.array, layout: TileLayout) -> str | None:

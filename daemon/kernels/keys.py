@@ -176,7 +176,10 @@ class KeyTransform:
             self._coefficients = self.rotary.coefficients(each, self.mean)
             mx.eval(self._coefficients)
         coefficients = queries @ self._coefficients
-        return coefficients @ self.rotary.table(start, end).T
+        heads, count, width = coefficients.shape
+        # all heads have one table, so theirs is one product
+        bias = coefficients.reshape(heads * count, width) @ self.rotary.table(start, end).T
+        return bias.reshape(heads, count, end - start)
 
     def _shift(self, start: int, count: int) -> mx.array | None:
         if self.mean is None:

@@ -14,7 +14,7 @@ from daemon.kernels.rotation import Side
 from daemon.kernels.stored import RawSide, Stored
 from daemon.policy.schemes import FP16, Codec
 
-FUSED_QUERIES = 8  # up to this many query tokens, scores are formed piece by piece and nothing is dequantized whole
+FUSED_QUERIES = 8  # up to this many query tokens, codes are multiplied as they are, and what they are worth is paid per token
 _FP16_MAX = 65504.0
 _BLOCK_TILES = 32  # that are in float32 at once, where keys and values are dequantized
 

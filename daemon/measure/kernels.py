@@ -8,21 +8,23 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import mlx.core as mx
 
-from daemon.kernels import codec, packing
+from daemon.kernels import codec, encode, packing
 from daemon.kernels.attention import Attention, on_this_device
+from daemon.kernels.backend import Choice
 from daemon.kernels.case import Case
 from daemon.kernels.packing import TILE, Packed, TileLayout
 from daemon.kernels.stored import RawSide, Stored
-from daemon.policy.schemes import FP16, SCHEMES, Codec
+from daemon.policy.schemes import FP16, SCHEMES, Codec, Scheme
 
 CONTEXTS = (2048, 8192, 32768)  # tokens
 TIMED = ("int8", "turbo8v4", "turbo4v4", "turbo4v3", "turbo0v4")
 
 _SINKS, _TAIL = 4, 32
-_AT_ONCE = 16  # calls in one evaluation, so that starting them does not count
+_AT_ONCE = 16  # calls in one evaluation, so that starting them does not count; on a CPU it counts for little
 _ROUNDS = 5
 
 Say = Callable[[str], None]
@@ -30,7 +32,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What runs one case on this device; *reason*: why not the device's kernels."""
+    """What attends in one case, or packs in one layout, on this device; *reason*: why not the device's kernels."""
 
     case: str
     backend: str
@@ -40,7 +42,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Microseconds of one layer's attention for one new token, packed and in 16 bits by MLX's own attention."""
+    """Microseconds of one layer's attention for one new token, packed, and in full precision by MLX's own."""
 
     scheme: str
     tokens: int
@@ -60,6 +62,7 @@ class KernelReport:
     device: str
     mlx: str
     agreements: tuple[Agreement, ...]
+    packing: tuple[Agreement, ...]
     timings: tuple[Timing, ...]
 
     def as_json(self) -> dict[str, object]:
@@ -85,15 +88,17 @@ def run(
         cases: what to prove; None: every pair of codecs, and every other property once.
         schemes: what to time.
         contexts: how many tokens are attended to.
-        base: heads, dims and dtype of what is timed; None: those of an 8B llama in float16.
+        base: heads, dims and dtype of what is timed; None: those of an 8B llama in float16, or in float32 on a
+            CPU, whose float16 is slow.
     """
     attention = attention or on_this_device()
-    shape = base or _llama()
-    agreements = []
-    for case in every_case() if cases is None else cases:
-        say(f"comparing: {case}")
-        choice = attention.choice(case)
-        agreements.append(Agreement(str(case), choice.backend, choice.reason, choice.failed))
+    shape = base or replace(_llama(), dtype=mx.float32 if _on_cpu() else mx.float16)
+    asked = list(every_case() if cases is None else cases)
+    agreements = [_agreement(str(case), partial(attention.choice, case), say) for case in asked]
+    layouts = dict.fromkeys(
+        packing.native_layout(case.k, case.v, case.dim_k, case.dim_v) for case in asked
+    )
+    packed = [_agreement(_named(it), partial(encode.choice, it), say) for it in layouts]
     timings = []
     for tokens in contexts:
         for name in schemes:
@@ -101,7 +106,11 @@ def run(
             kinds = SCHEMES[name]
             timings.append(_timing(attention, replace(shape, k=kinds.k, v=kinds.v), name, tokens))
     return KernelReport(
-        _device(), importlib.metadata.version("mlx"), tuple(agreements), tuple(timings)
+        _device(),
+        importlib.metadata.version("mlx"),
+        tuple(agreements),
+        tuple(packed),
+        tuple(timings),
     )
 
 
@@ -128,6 +137,16 @@ def every_case() -> Iterator[Case]:
     yield replace(base, scaled_keys=True, key_mean="rotary")
 
 
+def _agreement(name: str, choose: Callable[[], Choice], say: Say) -> Agreement:
+    say(f"comparing: {name}")
+    choice = choose()
+    return Agreement(name, choice.backend, choice.reason, choice.failed)
+
+
+def _named(layout: TileLayout) -> str:
+    return f"packing {Scheme(layout.k, layout.v).name}, {layout.dim_k}/{layout.dim_v} values"
+
+
 def _llama() -> Case:
     kinds = SCHEMES["turbo8v4"]
     return Case(
@@ -150,7 +169,8 @@ def _timing(attention: Attention, case: Case, name: str, tokens: int) -> Timing:
         for dim in (case.dim_k, case.dim_v)
     )
     queries = [
-        mx.random.normal((case.n_heads, 1, case.dim_k)).astype(case.dtype) for _ in range(_AT_ONCE)
+        mx.random.normal((case.n_heads, 1, case.dim_k)).astype(case.dtype)
+        for _ in range(1 if _on_cpu() else _AT_ONCE)
     ]
     mx.eval(queries, keys, values, stored.tiles)
     return Timing(
@@ -170,7 +190,7 @@ def _timing(attention: Attention, case: Case, name: str, tokens: int) -> Timing:
 
 def _stored(case: Case, tokens: int) -> Stored:
     """Return *tokens* random tokens, some sinks and a tail in full precision."""
-    layout = TileLayout(case.k, case.v, case.dim_k, case.dim_v)
+    layout = packing.native_layout(case.k, case.v, case.dim_k, case.dim_v)
     packed_to = (tokens - _TAIL) // TILE * TILE
     sides = [_side(case, kind, dim, tokens, packed_to) for kind, dim in _kinds(case)]
     (k, k_codes), (v, v_codes) = sides
@@ -207,16 +227,21 @@ def _side(
 
 def _microseconds(calls: Callable[[], list[mx.array]]) -> float:
     """Return the median time of one of *calls*."""
-    mx.eval(calls())
+    made = calls()
+    mx.eval(made)
     took = []
     for _ in range(_ROUNDS):
         start = time.perf_counter()
         mx.eval(calls())
-        took.append((time.perf_counter() - start) / _AT_ONCE * 1e6)
+        took.append((time.perf_counter() - start) / len(made) * 1e6)
     return round(statistics.median(took), 1)
 
 
+def _on_cpu() -> bool:
+    return bool(mx.default_device() == mx.Device(mx.cpu))
+
+
 def _device() -> str:
-    if mx.default_device() == mx.Device(mx.cpu):
+    if _on_cpu():
         return f"CPU ({platform.machine()})"
     return str(mx.device_info().get("device_name", mx.default_device()))

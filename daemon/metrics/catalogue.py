@@ -88,7 +88,9 @@ _ALL = (
     _worker("kv_cache_tokens", "gauge", "Tokens that live sequences hold."),
     _worker("kv_layers", "gauge", "Layers by the scheme that they really have.", "mode"),
     _worker("kv_quantize_seconds_total", "counter", "Time spent packing keys and values, estimated: now and then a fold is timed, and others count like it."),
-    _worker("attention_layers", "gauge", "Layers by the attention that runs: metal, cuda, reference, or mlx where nothing is packed.", "backend"),
+    _worker("attention_layers", "gauge", "Layers by the attention that runs: metal, cuda, cpu, reference, or mlx where nothing is packed.", "backend"),
+    _worker("packing_layers", "gauge", "Layers by what packs their tokens: metal, cuda, reference, or mlx where nothing is packed.", "backend"),
+    _worker("kernel_fallback_layers", "gauge", "Layers in which the reference stands in for the device's own kernels, by reason.", "reason"),
     _worker("kv_fallback_layers", "gauge", "Layers whose scheme is not the requested one, by reason.", "reason"),
 )  # fmt: skip
 

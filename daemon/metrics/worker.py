@@ -51,17 +51,30 @@ def add_gauges(page: Page, now: Snapshot, **labels: str) -> None:
 
 
 def add_kv(page: Page, kv: KvReport, **labels: str) -> None:
-    """Add how many layers have which scheme, why it is not the requested one, and what attends to them."""
+    """Add how many layers have which scheme, why it is not the requested one, and what attends to them and packs."""
     for mode, layers in kv.effective.items():
         page.add("tqd_kv_layers", layers, mode=mode, **labels)
     fallbacks: Counter[str] = Counter()
-    backends: Counter[str] = Counter()
+    attending: Counter[str] = Counter()
+    packing: Counter[str] = Counter()
+    replaced: Counter[str] = Counter()
     for group in kv.layers:
         layers = group.last - group.first + 1
-        backends[group.backend] += layers
+        attending[group.backend] += layers
+        packing[group.packing_backend] += layers
         if group.effective != group.requested:
-            fallbacks[(group.reason or "")[:_MOST_REASON]] += layers
+            fallbacks[_label(group.reason)] += layers
+        for reason in dict.fromkeys(filter(None, (group.backend_reason, group.packing_reason))):
+            replaced[_label(reason)] += layers
     for reason, layers in fallbacks.items():
         page.add("tqd_kv_fallback_layers", layers, reason=reason, **labels)
-    for backend, layers in backends.items():
+    for backend, layers in attending.items():
         page.add("tqd_attention_layers", layers, backend=backend, **labels)
+    for backend, layers in packing.items():
+        page.add("tqd_packing_layers", layers, backend=backend, **labels)
+    for reason, layers in replaced.items():
+        page.add("tqd_kernel_fallback_layers", layers, reason=reason, **labels)
+
+
+def _label(reason: str | None) -> str:
+    return (reason or "")[:_MOST_REASON]

@@ -210,6 +210,8 @@ class LayerGroup(TypedDict):
     reason: str | None
     backend: str
     backend_reason: str | None
+    packing_backend: str
+    packing_reason: str | None
 
 
 class Fallback(TypedDict):

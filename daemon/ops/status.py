@@ -502,6 +502,8 @@ def _layers(report: Report | None) -> list[LayerGroup] | None:
             "reason": layer.reason,
             "backend": layer.backend,
             "backend_reason": layer.backend_reason,
+            "packing_backend": layer.packing_backend,
+            "packing_reason": layer.packing_reason,
         }
         for layer in report.ready.kv.layers
     ]

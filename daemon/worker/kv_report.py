@@ -33,9 +33,7 @@ def kv_report(
 ) -> wire.KvReport:
     """Return the policy *final*, as built, layer by layer; *chosen* is what serves each slot of *factory*."""
     attending, packing = [it.attention for it in chosen], [it.packing for it in chosen]
-    by_layer = {
-        slot.plan.index: choice for slot, choice in zip(factory.slots, attending, strict=True)
-    }
+    by_layer = {slot.plan.index: its for slot, its in zip(factory.slots, chosen, strict=True)}
     problems = [calibration.problem] if calibration.problem else []
     return wire.KvReport(
         policy=asked.policy,
@@ -55,10 +53,10 @@ def kv_report(
     )
 
 
-def _layer_reports(group: LayerGroup, chosen: Mapping[int, Choice]) -> Iterator[wire.LayerReport]:
-    """Yield what *group* is, in runs of layers that the same backend attends to."""
+def _layer_reports(group: LayerGroup, chosen: Mapping[int, Backends]) -> Iterator[wire.LayerReport]:
+    """Yield what *group* is, in runs of layers that the same backends serve."""
     layers = range(group.first, group.last + 1)
-    for choice, run in groupby(layers, key=lambda layer: chosen.get(layer, MLX.attention)):
+    for backends, run in groupby(layers, key=lambda layer: chosen.get(layer, MLX)):
         members = list(run)
         yield wire.LayerReport(
             first=members[0],
@@ -67,8 +65,10 @@ def _layer_reports(group: LayerGroup, chosen: Mapping[int, Choice]) -> Iterator[
             requested=group.requested,
             effective=group.effective,
             reason=group.reason,
-            backend=choice.backend,
-            backend_reason=choice.reason,
+            backend=backends.attention.backend,
+            backend_reason=backends.attention.reason,
+            packing_backend=backends.packing.backend,
+            packing_reason=backends.packing.reason,
         )
 
 

@@ -133,7 +133,11 @@ class Worker:
             return
         load_s = time.monotonic() - started
         self._serving.load(loaded)
-        get_logger().info("model.loaded", load_s=round(load_s, 3), device=loaded.model.device)
+        log, kv = get_logger(), loaded.kv
+        log.info("model.loaded", load_s=round(load_s, 3), device=loaded.model.device)
+        log.info("policy.resolved", kv=kv.summary, attention=kv.backend, packing=kv.packing_backend)
+        for warning in kv.warnings:
+            log.warning("policy.warned", warning=warning)
         self._channel.send(
             Ready(
                 nonce=self._spec.nonce,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from daemon.cache.row import Row
-from daemon.cache.sequence import BatchCache
+from daemon.cache.sequence import BatchCache, SequenceCache
 from daemon.kernels import attention
 from daemon.kernels.attention import REFERENCE
 from daemon.kernels.backend import Choice
@@ -105,6 +105,34 @@ def test_rows_of_any_length_form_a_batch() -> None:
             outs.append(np.array(batch.attend(queries, DIM**-0.5, None, None)))
 
     np.testing.assert_allclose(outs[1], outs[0], atol=2e-3)
+
+
+def test_empty_and_padded_rows_of_a_batch_are_as_alone() -> None:
+    """An empty row gets nothing but padding, and zeros; the padding of the others is zeros too."""
+    lengths, new = (0, 1, 31, 32, 33, 70), (0, 4, 1, 3, 4, 2)
+    keys, values = (
+        mx.random.normal((6, HEADS, 4, DIM), key=mx.random.key(seed)) for seed in (4, 5)
+    )
+    queries = mx.random.normal((6, 4, 4, DIM), key=mx.random.key(6))
+    with emulated():
+        rows = [row("turbo4v4", attention.on_this_device()) for _ in lengths]
+        for each, length in zip(rows, lengths, strict=True):
+            if length:
+                each.append(*tokens(length))
+        alone = [SequenceCache(each.copy()) for each in rows]
+        batch = BatchCache(rows)
+        batch.prepare(lengths=list(new), right_padding=[4 - count for count in new])
+        batch.update_and_fetch(keys, values)
+        got = batch.attend(queries, DIM**-0.5, "causal", None)
+        mx.eval(got)
+
+        for at, count in enumerate(new):
+            assert mx.all(got[at, :, count:] == 0).item()
+            if count:
+                one = slice(at, at + 1)
+                alone[at].update_and_fetch(keys[one, :, :count], values[one, :, :count])
+                expected = alone[at].attend(queries[one, :, :count], DIM**-0.5, "causal", None)
+                assert mx.allclose(got[one, :, :count], expected, atol=1e-6).item(), lengths[at]
 
 
 def greedy(model: Any, caches: list[Any]) -> list[int]:

@@ -321,6 +321,7 @@ def kernel_report(*, failed: bool) -> dict[str, object]:
             {"case": "affine8, two", "backend": "reference", "reason": "no kernel for affine8", "failed": False},
             {"case": "turbo4v4, three", "backend": "reference" if failed else "metal", "reason": reason if failed else None, "failed": failed},
         ],
+        "packing": [{"case": "packing turbo4v4", "backend": "metal", "reason": None, "failed": False}],
         "timings": [
             {"scheme": "turbo8v4", "tokens": 2048, "packed_us": 10.0, "plain_us": 25.0, "ratio": 2.5}
         ],
@@ -343,6 +344,8 @@ def test_bench_says_which_kernels_agree_and_how_fast_they_are(
     assert asked == [["kernels"]]
     assert ("failed: turbo4v4, three" in result.stdout) == failed
     assert "no kernel for affine8" in result.stdout
+    said = " ".join(result.stdout.split())
+    assert f"attend in {1 if failed else 2} of 3 cases and pack 1 of 1 layouts" in said
     assert "2.50" in result.stdout
     document = json.loads(doctor("--bench", "--json").stdout)
     assert document["kernels"] == kernel_report(failed=failed)

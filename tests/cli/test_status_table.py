@@ -90,3 +90,26 @@ def test_a_name_that_only_the_refused_file_holds_is_told_apart_from_a_typing_err
     hint = UnknownServerError.among(["a"], "c", "rejected").hint
     assert hint is not None
     assert "not in force (rejected): `tqd status` says why" in hint
+
+
+def test_each_run_of_layers_shows_what_attends_what_packs_and_why() -> None:
+    kv: dict[str, Any] = {
+        "summary": "turbo8v4 on all layers", "bytes_per_token": 100.0, "compression": None,
+        "calibration": "none", "warnings": ["the metal kernels fail; the reference runs instead"],
+    }  # fmt: skip
+    layers = [
+        {
+            "first": 0, "last": 3, "kind": "full", "requested": "turbo8v4", "effective": "turbo8v4", "reason": None,
+            "backend": "reference", "backend_reason": "no", "packing_backend": "metal", "packing_reason": None,
+        }
+    ]  # fmt: skip
+    chat = server("ready", kv=kv, layers=layers)
+
+    text = shown(detail(chat, document(chat)))
+
+    assert "note: the metal kernels fail; the reference runs instead" in text
+    head, row = text.splitlines()[-2:]
+    assert head.split() == [
+        "LAYERS", "KIND", "REQUESTED", "EFFECTIVE", "ATTENTION", "PACKING", "REASON",
+    ]  # fmt: skip
+    assert row.split() == ["0-3", "full", "turbo8v4", "turbo8v4", "reference", "metal", "no"]

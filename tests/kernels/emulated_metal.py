@@ -36,7 +36,7 @@ def emulated(mode: str = "ub", order: str = "forward", seed: int = 0) -> Iterato
     with shim.installed(mode, order, seed) as settings:
         yield settings
         for text, name in settings.sources.items():
-            assert compiler.lint(text) == [], name
+            assert compiler.lint(text) == (), name
 
 
 def case(scheme: str, dim: int = 128, **changes: Any) -> Case:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from daemon.kernels import codec, encode, metal, packing
 from daemon.kernels.backend import Choice
+from daemon.kernels.cuda import rounding
 from daemon.kernels.packing import TileLayout
 from daemon.kernels.rotation import Side
 from daemon.policy.schemes import SCHEMES, Codec
@@ -139,6 +141,29 @@ def test_metal_packs_what_the_reference_packs(
 
 
 @needs_shim
+@pytest.mark.parametrize(("scheme", "dim_k", "dim_v", "dtype"), METAL[1:3])
+def test_sums_in_another_order_decide_little_about_what_metal_packs(
+    scheme: str, dim_k: int, dim_v: int, dtype: mx.Dtype
+) -> None:
+    layout = layout_of(scheme, dim_k, dim_v)
+    k, v = vectors(layout, 70, dtype)
+    assert k is not None
+    assert v is not None
+
+    with emulated("rough"):
+        got = packing.unpack(metal.tiles(k, v, layout, first=4, old=None), layout)
+
+    expected = packing.unpack(encode.encoded(k, v, layout, first=4, old=None), layout)
+    for ours, theirs, x, kind, side in (
+        (got.k, expected.k, k, layout.k, "k"),
+        (got.v, expected.v, v, layout.v, "v"),
+    ):
+        assert ours is not None
+        assert theirs is not None
+        assert_equivalent(ours, theirs, x, kind, side, 4)  # type: ignore[arg-type] # k or v
+
+
+@needs_shim
 def test_metal_encodes_the_same_in_every_order_of_threads() -> None:
     layout = layout_of("turbo4v4")
     k, v = vectors(layout, 40)
@@ -215,3 +240,49 @@ def test_a_layout_that_metal_does_not_write_goes_to_the_reference_with_a_reason(
 
     assert (choice.backend, choice.failed) == ("reference", False)
     assert choice.reason == "Metal kernels do not encode vectors of 40 values"
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A device that is CUDA's by name, whose rounding kernel answers by the codec."""
+    monkeypatch.setattr(encode, "backend_of_device", lambda: "cuda")
+    monkeypatch.setattr(rounding, "closest", lambda u, bits, _: codec.closest(u, bits))
+    encode._choice.cache_clear()
+    yield monkeypatch
+    encode._choice.cache_clear()
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_on_cuda_a_kernel_rounds_what_no_kernel_encodes_whole() -> None:
+    assert encode.choice(layout_of("turbo8v4", 80, 80)) == Choice("cuda")
+    int8 = encode.choice(layout_of("int8", 80, 80))
+    assert (int8.backend, int8.failed) == ("reference", False)
+    assert "encode only what" in str(int8.reason)
+
+
+def not_compiled(*_: object) -> tuple[mx.array, mx.array]:
+    raise RuntimeError("[cuda] nvrtc: error: identifier is undefined")
+
+
+@pytest.mark.parametrize(
+    ("broken", "reason"),
+    [
+        (not_compiled, "fail to encode on this device (RuntimeError: [cuda] nvrtc: error"),
+        (lambda u, bits, _: codec.closest(-u, bits), "disagree with the reference about codes"),
+        (lambda u, bits, _: (codec.closest(u, bits)[0], mx.ones(u.shape[:-1])), "about scales"),
+    ],
+    ids=["does not compile", "codes", "overlap"],
+)
+def test_a_rounding_kernel_that_is_wrong_here_never_rounds(
+    on_cuda: pytest.MonkeyPatch, broken: Callable[..., Any], reason: str
+) -> None:
+    layout = layout_of("turbo4v4", 80, 80)
+    k, v = vectors(layout, 40)
+    on_cuda.setattr(rounding, "closest", broken)
+
+    choice = encode.choice(layout)
+    made = encode.tiles(k, v, layout, first=3, old=None)
+
+    assert (choice.backend, choice.failed) == ("reference", True)
+    assert reason in str(choice.reason)
+    assert mx.array_equal(made, encode.encoded(k, v, layout, first=3, old=None)).item()

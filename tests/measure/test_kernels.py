@@ -44,6 +44,13 @@ def test_a_report_says_what_runs_and_what_it_takes() -> None:
             "failed": False,
         },
     ]
+    assert list(report["packing"]) == [
+        {"case": "packing turbo4v4, 64/64 values", "backend": "metal", "reason": None, "failed": False},
+        {
+            "case": "packing turbo4v4, 40/40 values", "backend": "reference",
+            "reason": "Metal kernels do not encode vectors of 40 values", "failed": False,
+        },
+    ]  # fmt: skip
     timings = report["timings"]
     assert isinstance(timings, list)
     assert [(t["scheme"], t["tokens"]) for t in timings] == [("turbo4v4", 100)]

@@ -53,10 +53,13 @@ _TSAN = (
     "instrument-read-before-write=1",
 )
 
-# ub: undefined behaviour and guard pages. check: every access to memory as well, several times as slow.
+# ub: undefined behaviour and guard pages. rough: the last bits are another machine's. check: every access to memory,
+# several times as slow.
 MODES: dict[str, tuple[str, ...]] = {
     "ub": ("-ftrivial-auto-var-init=pattern", f"-fsanitize={_UNDEFINED}"),
+    "rough": ("-DMSL_ROUGH", "-ftrivial-auto-var-init=pattern", f"-fsanitize={_UNDEFINED}"),
     "check": (
+        "-DMSL_ZONES",
         "-ftrivial-auto-var-init=pattern",
         f"-fsanitize=thread,{_UNDEFINED}",
         *(part for option in _TSAN for part in ("-mllvm", f"-tsan-{option}")),
@@ -95,7 +98,8 @@ def runtime() -> Path:
 _FAR_CAST = re.compile(r"\(\s*(?:const\s+)?\w[\w<>, ]*\s*\*+\s*\)")
 
 
-def lint(source: str) -> list[str]:
+@cache
+def lint(source: str) -> tuple[str, ...]:
     """Return what is wrong with the address spaces in the C++ text *source*, one line each."""
     body = source.split("#line 200000")[0]
     command = [
@@ -109,7 +113,7 @@ def lint(source: str) -> list[str]:
         for cast in _FAR_CAST.findall(body)
         if not re.search(r"\b(device|constant|threadgroup|thread)\b", cast)
     ]
-    return [line for line in done.stderr.splitlines() if " error: " in line] + casts
+    return (*(line for line in done.stderr.splitlines() if " error: " in line), *casts)
 
 
 def _precompiled_header(mode: str) -> Path:
@@ -120,7 +124,7 @@ def _precompiled_header(mode: str) -> Path:
         str(_clang()),
         str(_FLAGS),
         str(MODES[mode]),
-        *map(str, (INCLUDE, _folder(), _mlx())),
+        *map(str, (INCLUDE, _folder(), mlx())),
         importlib.metadata.version("mlx"),
     ]
     header = _folder() / f"metal-{mode}-{_hash(*parts)}.h"
@@ -139,11 +143,11 @@ def _precompiled_header(mode: str) -> Path:
 
 
 def _includes() -> tuple[str, ...]:
-    return "-I", str(INCLUDE), "-I", str(_mlx())
+    return "-I", str(INCLUDE), "-I", str(mlx())
 
 
 @cache
-def _mlx() -> Path:
+def mlx() -> Path:
     """Return MLX's own kernel headers: the wheel ships them."""
     spec = importlib.util.find_spec("mlx.core")
     assert spec is not None

@@ -54,7 +54,7 @@ class _Launch(c.Structure):
     _fields_ = (
         ("entry", c.c_void_p), ("args", c.c_void_p),
         ("grid", c.c_uint32 * 3), ("group", c.c_uint32 * 3), ("seed", c.c_uint64),
-        ("order", c.c_int32), ("check", c.c_int32), ("poison", c.c_int32),
+        ("order", c.c_int32), ("check", c.c_int32), ("poison", c.c_int32), ("flush", c.c_int32),
         ("group_memory", c.c_void_p), ("group_memory_bytes", c.c_size_t),
         ("arena", c.c_void_p), ("arena_bytes", c.c_size_t),
         ("regions", c.POINTER(_Region)), ("n_regions", c.c_uint32),
@@ -70,10 +70,11 @@ def launch(
     group: Sequence[int],
     *,
     check: bool,
+    flush: bool = False,
     order: str = "forward",
     seed: int = 0,
 ) -> Launched:
-    """Run *kernel*, a shared object, over *grid* threads in threadgroups of *group*; x, y, z.
+    """Run *kernel*, a shared object, over *grid* threads in threadgroups of *group*; x, y, z. *flush*: denormal numbers are zero.
 
     Raises:
         MetalShimError: a race, an access out of bounds, a divergence, undefined behaviour, too large a threadgroup.
@@ -115,6 +116,7 @@ def launch(
         order=ORDERS.index(order),
         check=check,
         poison=_POISON,
+        flush=flush,
         group_memory=library.msl_group_memory(),
         group_memory_bytes=group_memory,
         arena=runtime.arena,

@@ -93,6 +93,7 @@ def metal_kernel(
             grid,
             threadgroup,
             check=settings.mode == "check",
+            flush=settings.mode == "rough",
             order=settings.order,
             seed=settings.seed,
         )

@@ -33,10 +33,18 @@ RACES = {
     + "out[i] = a;",
 }
 
+# two arrays, both written, and a pointer of which the compiler does not know where it ends
+NEIGHBOURS = (
+    "threadgroup float a[64];\nthreadgroup float b[64];\na[i] = b[i] = x[i];\n"
+    "threadgroup float* both[2] = {a, b};\nthreadgroup float* p = both[int(x[0])];\n" + BARRIER
+)
+
 OUTSIDE = {
     "one past the end": "out[i] = x[i * 4 + 4];",
     "write past the end": "out[i + 1] = x[i];",
     "before the start": "out[i] = x[int(i) - 1];",
+    "read past a threadgroup array, into the next": NEIGHBOURS + "out[i] = p[i + 1] + b[i];",
+    "write past a threadgroup array, into the next": NEIGHBOURS + "p[i + 1] = 1;\nout[i] = b[i];",
 }
 
 UNINITIALIZED = {
@@ -105,6 +113,13 @@ def test_an_access_outside_a_buffer_is_reported(run: Run, body: str) -> None:
 def test_guard_pages_catch_accesses_that_nobody_checks(run: Run, body: str) -> None:
     with pytest.raises(MetalShimError, match="guard page"):
         run(body, "ub")
+
+
+@pytest.mark.parametrize("mode", ["ub", "check"])
+def test_an_overrun_that_the_compiler_sees_is_an_error_and_no_crash(run: Run, mode: str) -> None:
+    body = "threadgroup float a[64];\nthreadgroup float* p = a;\np[i + 1] = x[i];\nout[i] = 0;"
+    with pytest.raises(MetalShimError, match=r"SIGILL|OUT OF BOUNDS"):
+        run(body, mode)
 
 
 @pytest.mark.parametrize("body", UNINITIALIZED.values(), ids=list(UNINITIALIZED))
@@ -190,7 +205,7 @@ def test_the_lint_accepts_pointers_that_name_their_space() -> None:
         + BARRIER
         + "out[i] = s[i];"
     )
-    assert compiler.lint(_translated(body)) == []
+    assert compiler.lint(_translated(body)) == ()
 
 
 def _translated(body: str) -> str:

@@ -127,3 +127,21 @@ def test_metal_is_available_only_while_the_shim_is_installed() -> None:
     with shim.installed():
         assert mx.metal.is_available()
     assert mx.metal.is_available() is before
+
+
+def test_a_rough_run_is_off_in_the_last_bits_only_where_apples_functions_may_be(run: Run) -> None:
+    body = "float y = x[i] / 64; out[i] = {};"
+    for function in ("fast::exp2(y)", "simd_sum(fast::exp(-y))"):
+        exact, rough = (np.array(run(body.format(function), mode)) for mode in ("ub", "rough"))
+        off = np.abs(rough / exact - 1)
+        assert 0 < off.max() < 1e-6, function
+    for function in ("precise::exp2(y)", "exp(y)", "simd_max(y)"):
+        exact, rough = (np.array(run(body.format(function), mode)) for mode in ("ub", "rough"))
+        np.testing.assert_array_equal(rough, exact)
+
+
+def test_a_rough_run_flushes_denormal_numbers_and_leaves_the_process_as_it_was(run: Run) -> None:
+    tiny = "out[i] = 1e-38f * (x[i] / 256) * float(i == 1);"
+    assert run(tiny, "ub")[1].item() > 0
+    assert run(tiny, "rough")[1].item() == 0
+    assert np.float32(1e-38) * np.float32(0.25) > 0

@@ -113,19 +113,27 @@ size_t msl_group_memory_bytes() { return __stop_msl_group - __start_msl_group; }
 """
 
 _DECLARATION = re.compile(r"(^|[;{}\n])([ \t]*)threadgroup\s+([^;{}()]*?);", re.DOTALL)
+_ARRAY = re.compile(r"(.*\S)\s+(\w+)\s*((?:\[[^\]]*\]\s*)+)", re.DOTALL)
 
 
 def shared_storage(source: str) -> str:
     """Mark declarations of threadgroup storage in *source*; `threadgroup T* p` is a pointer and stays as it is.
 
     The marked ones become statics of one linker section, which is one threadgroup's memory: they run one at a time.
+    A checked run puts a zone behind each array that no thread may touch.
     """
 
     def marked(match: re.Match[str]) -> str:
         declared = re.split(r"[\[=]", match.group(3), maxsplit=1)[0]
         if "*" in declared or "&" in declared:
             return match.group(0)
-        return f"{match.group(1)}{match.group(2)}MSL_SHARED {match.group(3)};"
+        array = _ARRAY.fullmatch(match.group(3))
+        kept = (
+            f"MSL_ARRAY({array[2]}, {array[3]}, {array[1]})"
+            if array
+            else f"MSL_SHARED {match.group(3)}"
+        )
+        return f"{match.group(1)}{match.group(2)}{kept};"
 
     before = None
     while before != source:  # neighbouring declarations share a semicolon

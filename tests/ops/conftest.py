@@ -42,7 +42,10 @@ READY = wire.Ready(
     kv=wire.KvReport(
         policy="balanced", summary="turbo8v4 on 3 of 4 layers", effective={"turbo8v4": 3, "fp16": 1},
         layers=(
-            wire.LayerReport(first=0, last=2, kind="full", requested="turbo8v4", effective="turbo8v4"),
+            wire.LayerReport(
+                first=0, last=2, kind="full", requested="turbo8v4", effective="turbo8v4", backend="reference",
+                backend_reason="the metal kernels fail", packing_backend="metal",
+            ),
             wire.LayerReport(
                 first=3, last=3, kind="sliding", requested="turbo8v4", effective="fp16", reason="a rule",
             ),

@@ -106,6 +106,11 @@ def test_series_of_a_worker_carry_its_servers_name(busy: View) -> None:
     assert value(page, "tqd_kv_cache_usage_ratio", server="chat") == 0.25
     assert value(page, "tqd_kv_quantize_seconds_total", server="chat") == 2.5
     assert value(page, "tqd_kv_fallback_layers", server="chat", reason="a rule") == 1
+    assert value(page, "tqd_attention_layers", server="chat", backend="reference") == 3
+    assert value(page, "tqd_packing_layers", server="chat", backend="metal") == 3
+    assert value(page, "tqd_packing_layers", server="chat", backend="mlx") == 1
+    reason = "the metal kernels fail"
+    assert value(page, "tqd_kernel_fallback_layers", server="chat", reason=reason) == 3
 
 
 def test_counters_of_a_dead_worker_stay_and_gauges_go(busy: View) -> None:

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from daemon.config.wire import WorkerSpec
 from daemon.errors import PolicyError, WorkerExit, WorkerExitError
@@ -37,7 +38,9 @@ def load(
     script = Script(
         step_s=float(labels.get("step_s", 0)), fail_after=int(fail_after) if fail_after else None
     )
-    return fake_loaded(spec, FakeEngine(script, on_failure=on_failure))
+    loaded = fake_loaded(spec, FakeEngine(script, on_failure=on_failure))
+    warnings = (labels["warning"],) if "warning" in labels else ()
+    return replace(loaded, kv=loaded.kv.model_copy(update={"warnings": warnings}))
 
 
 if __name__ == "__main__":

@@ -132,5 +132,8 @@ def test_what_packs_is_reported_and_a_kernel_that_fails_gives_one_warning(
     report = load(tmp_path / "m", monkeypatch, FakeKernels(), layers=rules).kv_report
 
     assert (report.backend, report.packing_backend) == ("cuda", "metal, reference")
+    assert [(it.first, it.last, it.packing_backend, it.packing_reason) for it in report.layers] == [
+        (0, 0, "metal", None), (1, 1, "reference", failed.reason), (2, 2, "metal", None), (3, 3, "mlx", None),
+    ]  # fmt: skip
     (warning,) = [text for text in report.warnings if "kernels" in text]
     assert warning == f"{failed.reason}; the reference runs instead, which is slower"

@@ -275,3 +275,16 @@ def test_nothing_secret_or_private_reaches_the_log() -> None:
         assert "request.finished" in log
         assert "s3cret-key" not in log
         assert "private words" not in log
+
+
+def test_what_was_loaded_and_every_warning_about_it_is_one_line_of_the_log() -> None:
+    with child(worker_spec(labels={"warning": "the metal kernels fail"})) as worker:
+        worker.until(Ready)
+        worker.send(Drain(timeout_s=1))
+        assert worker.exit_code() == 0
+        lines = [json.loads(line) for line in worker.stderr().splitlines() if line.startswith("{")]
+
+    (resolved,) = [line for line in lines if line["event"] == "policy.resolved"]
+    assert (resolved["kv"], resolved["packing"]) == ("turbo8v4 on 4 of 4 layers", "mlx")
+    (warned,) = [line for line in lines if line["level"] == "warning"]
+    assert (warned["event"], warned["warning"]) == ("policy.warned", "the metal kernels fail")

@@ -71,9 +71,11 @@ struct Scan {
       if (KB != FULL) qs[r * q_stride + DK + d] = rotated[row_of(r) * DK + d];
     }
     __syncthreads();
-    for (int i = tid; i < n_rows * width; i += blockDim.x)
-      qs[i / width * q_stride + 2 * DK + i % width] =
-          coefficient(mean, qs + i / width * q_stride, mean.mean + kv * DK, i % width);
+    if constexpr (KB != FULL) {  // else nothing has lost a mean
+      for (int i = tid; i < n_rows * width; i += blockDim.x)
+        qs[i / width * q_stride + 2 * DK + i % width] =
+            coefficient(mean, qs + i / width * q_stride, mean.mean + kv * DK, i % width);
+    }
 
     constexpr int MINE = SCAN_ROWS / SCAN_WARPS;
     float top[MINE], total[MINE], out[MINE][2][OUT];

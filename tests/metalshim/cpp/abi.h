@@ -29,7 +29,7 @@ struct MslLaunch {
   void** args;
   uint32_t grid[3], group[3];
   uint64_t seed;
-  int32_t order, check, poison;
+  int32_t order, check, poison, flush;  // flush: of denormal numbers
   char* group_memory;
   size_t group_memory_bytes;
   char* arena;
@@ -49,5 +49,6 @@ MslView* msl_simd(int kind, int line, const void* value, uint32_t bytes);
 void msl_group_barrier(int flags, int line);
 void msl_simd_barrier(int flags, int line);
 MslThread* msl_thread();
+void msl_zone(char* zone, size_t bytes);  // no thread may touch it
 void msl_fail(void* pc, const char* format, ...);
 }

@@ -11,6 +11,7 @@
 #define constant const __attribute__((address_space(2)))
 #define threadgroup __attribute__((address_space(3)))
 #define MSL_SHARED static __attribute__((address_space(3)))
+#define MSL_ARRAY(name, size, ...) MSL_SHARED __VA_ARGS__ name size
 #define thread
 #define METAL_FUNC inline
 #define INFINITY __builtin_inff()

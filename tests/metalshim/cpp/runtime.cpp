@@ -44,7 +44,7 @@ struct Shadow {
   uint32_t writer, writer_epoch, writer_simd_epoch;
   uint32_t reader, reader_epoch, reader_simd_epoch;
   uint32_t other_reader, other_reader_epoch;  // the last one of another SIMD-group than reader
-  uint8_t initialized;
+  uint8_t initialized, zone;
 };
 
 struct {
@@ -297,6 +297,7 @@ static void touch_byte(Shadow& s, const Place& place, bool write, void* pc) {
   uint32_t me = S.group_index * kThreads + t.index_in_group + 1;
   uint32_t epoch = place.device ? S.device_epoch : S.group_epoch;
   uint32_t simd_epoch = place.device ? g.device_epoch : g.group_epoch;
+  if (s.zone) msl_fail(pc, "OUT OF BOUNDS %s of %s at byte %zu, past the end of an array", write ? "write" : "read", place.name, place.at);
   if (!write && !s.initialized) msl_fail(pc, "UNINITIALIZED read of %s at byte %zu", place.name, place.at);
   if (conflicts(place, s.writer, s.writer_epoch, s.writer_simd_epoch))
     msl_fail(pc, "RACE: %s of %s byte %zu conflicts with a write by thread %u of threadgroup #%u, no barrier between",
@@ -356,6 +357,11 @@ static void check(void* address, uint32_t bytes, bool write, void* pc) {
            bytes, nearest ? nearest->name : "?", nearest ? nearest->bytes : 0, distance);
 }
 
+EXPORT void msl_zone(char* zone, size_t bytes) {
+  if (!S.launch->check) return;
+  for (size_t i = 0; i < bytes; i++) S.group_shadow[zone - S.launch->group_memory + i].zone = 1;
+}
+
 #define READ(name, n) \
   EXPORT void __tsan_##name(void* a) { check(a, n, false, __builtin_return_address(0)); }
 #define WRITE(name, n) \
@@ -413,6 +419,7 @@ static int fault_signal;
 
 static void fail_fault() {
   if (fault_signal == SIGFPE) msl_fail(nullptr, "SIGFPE: integer division by zero");
+  if (fault_signal == SIGILL) msl_fail(nullptr, "SIGILL: undefined behaviour that the compiler made a trap");
   msl_fail(nullptr, "SIGSEGV: access to guard page or wild pointer %p (out-of-bounds device access?)", fault_address);
 }
 
@@ -528,13 +535,15 @@ EXPORT int msl_launch(MslLaunch* L) {
   stack.ss_sp = signal_stack;
   stack.ss_size = sizeof signal_stack;
   sigaltstack(&stack, &old_stack);
-  const int signals[] = {SIGSEGV, SIGBUS, SIGFPE};
-  struct sigaction action{}, old[3];
+  const int signals[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL};
+  struct sigaction action{}, old[4];
   action.sa_sigaction = on_fault;
   action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
   sigemptyset(&action.sa_mask);
-  for (int i = 0; i < 3; i++) sigaction(signals[i], &action, &old[i]);
+  for (int i = 0; i < 4; i++) sigaction(signals[i], &action, &old[i]);
   if (L->check) begin_check(L);
+  const uint32_t control = __builtin_ia32_stmxcsr();
+  if (L->flush) __builtin_ia32_ldmxcsr(control | 0x8040);
 
   uint32_t groups[3];
   for (int d = 0; d < 3; d++) groups[d] = (L->grid[d] + L->group[d] - 1) / L->group[d];
@@ -545,8 +554,9 @@ EXPORT int msl_launch(MslLaunch* L) {
     run_group(group, groups);
   }
 
+  __builtin_ia32_ldmxcsr(control);
   if (L->check) end_check(L);
-  for (int i = 0; i < 3; i++) sigaction(signals[i], &old[i], nullptr);
+  for (int i = 0; i < 4; i++) sigaction(signals[i], &old[i], nullptr);
   sigaltstack(&old_stack, nullptr);
   S.launch = nullptr;
   return S.failed;

@@ -168,18 +168,19 @@ MSL_BFLOAT(*) MSL_BFLOAT(/)
     return (half)(expression);                          \
   }
 #define MSL_FUNCTIONS                                                         \
-  MSL_UNARY(exp, __builtin_expf(x))                                           \
-  MSL_UNARY(exp2, __builtin_exp2f(x))                                         \
-  MSL_UNARY(log, __builtin_logf(x))                                           \
-  MSL_UNARY(sqrt, __builtin_sqrtf(x))                                         \
-  MSL_UNARY(cos, __builtin_cosf(x))                                           \
-  MSL_UNARY(sin, __builtin_sinf(x))                                           \
+  MSL_UNARY(exp, MSL_ROUNDED(__builtin_expf(x)))                              \
+  MSL_UNARY(exp2, MSL_ROUNDED(__builtin_exp2f(x)))                            \
+  MSL_UNARY(log, MSL_ROUNDED(__builtin_logf(x)))                              \
+  MSL_UNARY(sqrt, MSL_ROUNDED(__builtin_sqrtf(x)))                            \
+  MSL_UNARY(cos, MSL_ROUNDED(__builtin_cosf(x)))                              \
+  MSL_UNARY(sin, MSL_ROUNDED(__builtin_sinf(x)))                              \
   MSL_UNARY(floor, __builtin_floorf(x))                                       \
   MSL_UNARY(rint, __builtin_rintf(x))                                         \
   MSL_UNARY(fabs, __builtin_fabsf(x))                                         \
   MSL_INLINE float divide(float a, float b) { return a / b; }                 \
   MSL_INLINE float atan2(float a, float b) { return __builtin_atan2f(a, b); } \
   MSL_INLINE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+#define MSL_ROUNDED(value) value
   MSL_FUNCTIONS
 // No templates here: min(int, uint) must be ambiguous, as it is for Apple's compiler.
 #define MSL_INTEGERS(t)                                          \
@@ -212,6 +213,15 @@ MSL_BFLOAT(*) MSL_BFLOAT(/)
   MSL_FUNCTIONS
   }
   namespace fast {
+#ifdef MSL_ROUGH  // off by up to 4 units in the last place; which ones is not known of Apple's
+#undef MSL_ROUNDED
+#define MSL_ROUNDED(value) msl_roughly(value)
+  MSL_UNCHECKED inline float msl_roughly(float x) {
+    uint bits = as_type<uint>(x);
+    int off = (int)((bits * 2654435761u >> 16) % 9) - 4;
+    return x == 0 || __builtin_isnan(x) || __builtin_isinf(x) ? x : as_type<float>(bits + off);
+  }
+#endif
   MSL_FUNCTIONS
   }
 
@@ -233,6 +243,12 @@ MSL_BFLOAT(*) MSL_BFLOAT(/)
   MSL_UNCHECKED inline T msl_reduce(T x, F f, int line) {
     MslView* v = msl_simd(MSL_REDUCE, line, &x, sizeof x);
     if (!v->reduced) {  // in butterfly order over the lanes that take part; which order a GPU takes is not known
+#ifdef MSL_ROUGH        // so here it is another one
+      T all = msl_operand<T>(v, __builtin_ctz(v->mask));
+      for (int i = __builtin_ctz(v->mask) + 1; i < 32; i++)
+        if ((v->mask >> i) & 1) all = f(all, msl_operand<T>(v, i));
+      __builtin_memcpy(v->result, &all, sizeof(T));
+#else
       T t[32];
       bool on[32];
       for (int i = 0; i < 32; i++)
@@ -247,6 +263,7 @@ MSL_BFLOAT(*) MSL_BFLOAT(/)
           }
         }
       __builtin_memcpy(v->result, &t[0], sizeof(T));
+#endif
       v->reduced = 1;
     }
     T r;
@@ -342,6 +359,18 @@ using namespace metal;
 // Address spaces vanish here and are checked by lint.h; translate.py turns threadgroup *declarations* into MSL_SHARED.
 #define MSL_UINT3(n) uint3(n[0], n[1], n[2])
 #define MSL_SHARED static __attribute__((section("msl_group")))
+#ifdef MSL_ZONES  // behind each array: an overrun by pointer would otherwise land in the next one, which is no fault
+#define MSL_ARRAY(name, size, ...)         \
+  struct name##_and_zone {                 \
+    __VA_ARGS__ array size;                \
+    char zone[16];                         \
+  };                                       \
+  MSL_SHARED name##_and_zone name##_place; \
+  auto& name = name##_place.array;         \
+  msl_zone(name##_place.zone, sizeof name##_place.zone)
+#else
+#define MSL_ARRAY(name, size, ...) MSL_SHARED __VA_ARGS__ name size
+#endif
 #define device
 #define constant const
 #define threadgroup
