@@ -216,7 +216,7 @@ def scan(
     ]  # fmt: skip
     if mask is not None:
         inputs.append(_added(mask, length, stored.length))
-    kernel = sources.scan_kernel(shared, paged=False, masked=mask is not None)
+    kernel = sources.scan_kernel(shared, masked=mask is not None)
     rows = n_heads * length
     (sums,) = kernel(
         inputs=inputs,
