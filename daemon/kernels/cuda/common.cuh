@@ -49,6 +49,16 @@ struct alignas(COUNT * sizeof(T)) Numbers {
   T at[COUNT];
 };
 
+// Not to be unpacked any earlier: of bfloat16 the compiler would keep all floats of all tokens at once.
+template <int COUNT, class T>
+__device__ __forceinline__ void keep_packed(Numbers<COUNT, T>&) {}
+template <int COUNT>
+__device__ __forceinline__ void keep_packed(Numbers<COUNT, __nv_bfloat16>& numbers) {
+  u32* words = reinterpret_cast<u32*>(&numbers);
+#pragma unroll
+  for (int i = 0; i < COUNT / 2; ++i) asm volatile("" : "+r"(words[i]));
+}
+
 // One row of a batch: tokens 0 to length, of which those from packed_from to packed_to are in tiles;
 // token p was computed at position p + dropped. Of the plain tokens (plain.cuh), `left` after the sinks have gone into
 // tiles since they were written, and `fresh` says that the newest token is not among them yet. The words of one row of

@@ -66,11 +66,12 @@ struct Plain {
 
   // Attends to the first `there` of N tokens.
   template <int N>
-  static __device__ __forceinline__ void take(Merged<D>& all, const float (&q)[R], const Numbers<R, T> (&k)[N],
-                                              const Numbers<R, T> (&v)[N], int there) {
+  static __device__ __forceinline__ void take(Merged<D>& all, const float (&q)[R], Numbers<R, T> (&k)[N],
+                                              Numbers<R, T> (&v)[N], int there) {
     float s[N], most = LOWEST;
 #pragma unroll
     for (int u = 0; u < N; ++u) {
+      keep_packed(k[u]);
       float x = 0.f;
 #pragma unroll
       for (int i = 0; i < R; ++i) x += q[i] * to_float(k[u].at[i]);
@@ -81,6 +82,7 @@ struct Plain {
     all.raise(most);
 #pragma unroll
     for (int u = 0; u < N; ++u) {
+      keep_packed(v[u]);
       const float p = exp2_fast(s[u] - all.top);
       all.total += p;
       all.add(p, v[u]);
