@@ -407,7 +407,7 @@ def test_a_decoded_token_is_written_into_the_tail_that_nobody_else_holds() -> No
 
     moves = sum(one != other for one, other in pairwise(places))
 
-    assert moves <= 2  # one for every 64 tokens
+    assert moves <= 4  # one for every 32 tokens
     tail = row.stored().v.tail
     assert tail is not None
     assert mx.array_equal(tail, values[:, 400 - tail.shape[1] :])
