@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 from daemon.cache.row import Row
 from daemon.cache.side import RowState
-from daemon.kernels import codebook
+from daemon.kernels import codebook, trellis
 from daemon.kernels.packing import LAYOUT_VERSION, TILE
 from daemon.kernels.rotation import SEED_VERSION
 from daemon.policy.schemes import Codec
@@ -23,7 +23,7 @@ class Facts(BaseModel):
 
 
 class SideFacts(Facts):
-    """How the keys, or the values, of a row are stored; *codebook* is a hash of the centroids."""
+    """How the keys, or the values, of a row are stored; *codebook* is a hash of the centroids or levels."""
 
     codec: str
     bits: float
@@ -102,7 +102,7 @@ class Snapshot(Facts):
 
 
 # Which scale goes with the codes, by kind of codec (daemon.kernels.codec has the formulas); fp16 has none.
-_SCALE_RULES = {"turbo": "unbiased", "int": "absmax", "affine": "groups"}
+_SCALE_RULES = {"turbo": "unbiased", "trellis": "unbiased", "int": "absmax", "affine": "groups"}
 
 
 def flat(caches: Sequence[CacheFacts], prefix: str = "") -> Iterator[tuple[str, CacheFacts]]:
@@ -137,9 +137,8 @@ def _side_facts(codec: Codec, dim: int, dtype: str) -> SideFacts:
     rule = _SCALE_RULES.get(codec.name.rstrip("0123456789."))
     pin = None
     if rule == "unbiased" and dim:
-        pin = hashlib.sha256(
-            codebook.centroids(codec.bits, dim).astype("<f8").tobytes()
-        ).hexdigest()
+        values = trellis.levels() if codec.trellis else codebook.centroids(codec.bits, dim)
+        pin = hashlib.sha256(values.astype("<f8").tobytes()).hexdigest()
     return SideFacts(
         codec=codec.name, bits=codec.bits, scale_rule=rule, codebook=pin, dim=dim, dtype=dtype
     )

@@ -6,7 +6,8 @@ every stored vector.
 
 Turbo codecs: u = z·√d/‖z‖ is coded by the centroids nearest to a·u, for the stretch a among a few that
 leaves the smallest angle between z and c, and S = ‖z‖²/⟨z, c⟩ makes the inner product with the stored
-vector unbiased (DRIVE, Vargaftik et al. 2021, Theorem 3; it holds for any c). int8: S is the
+vector unbiased (DRIVE, Vargaftik et al. 2021, Theorem 3; it holds for any c). A trellis codes u as a whole
+(daemon.kernels.trellis), with the same S. int8: S is the
 largest magnitude over 127. Affine codecs are `mx.quantize`, for comparison: no rotation, and a scale
 and a bias for each group of values, x ≈ S_g·c + B_g.
 """
@@ -20,7 +21,7 @@ from itertools import pairwise
 
 import mlx.core as mx
 
-from daemon.kernels import codebook, packing, rotation
+from daemon.kernels import codebook, packing, rotation, trellis
 from daemon.kernels.fused import Chain, fused
 from daemon.kernels.rotation import Side
 from daemon.policy.schemes import INT8, Codec
@@ -59,7 +60,7 @@ def encode(x: mx.array, codec: Codec, side: Side) -> tuple[mx.array, mx.array]:
         return _encode_affine(z, codec)
     if codec == INT8:
         return _encode_int8(z)
-    return _encode_turbo(z, codec.bits)
+    return _encode_turbo(z, codec)
 
 
 def decode(codes: mx.array, scales: mx.array, codec: Codec) -> tuple[mx.array, mx.array]:
@@ -74,7 +75,7 @@ def decode(codes: mx.array, scales: mx.array, codec: Codec) -> tuple[mx.array, m
 
     Returns:
         values (..., T, D) and factors (..., T), both float32. Turbo values are centroids in grid steps
-        (kernels.codebook); int8 values are codes.
+        (kernels.codebook), a trellis's are levels in its own; int8 values are codes.
     """
     scales = scales.astype(mx.float32)
     if codec.affine:
@@ -96,12 +97,19 @@ def grid_unit(codec: Codec, dim: int) -> GridUnit:
     """Return what the grid numbers of *codec*, which is not affine, mean in vectors of *dim* values."""
     if codec == INT8:
         return GridUnit(fraction=0.0, step=1.0)
+    if codec.trellis:
+        return GridUnit(trellis.FRACTION, trellis.STEP)
     return GridUnit(codebook.fraction(codec.bits), codebook.step(codec.bits, dim))
 
 
 def grid(codes: mx.array, codec: Codec) -> mx.array:
-    """Return the numbers on the int8 grid that *codes* of *codec*, which is not affine, stand for: int8, like *codes*."""
-    return (codes if codec == INT8 else _grid_of(codec.bits)(codes)).view(mx.int8)
+    """Return the numbers on the int8 grid that *codes* of *codec*, which is not affine, stand for: int8, like *codes*.
+
+    *codes* are those of whole vectors, (..., D).
+    """
+    if codec == INT8:
+        return codes.view(mx.int8)
+    return (trellis.grid(codes) if codec.trellis else _grid_of(codec.bits)(codes)).view(mx.int8)
 
 
 def reconstruct(codes: mx.array, scales: mx.array, codec: Codec, side: Side) -> mx.array:
@@ -133,14 +141,25 @@ def _encode_int8(z: mx.array) -> tuple[mx.array, mx.array]:
     return mx.clip(codes, -127, 127).astype(mx.int8).view(mx.uint8), scales
 
 
-def _encode_turbo(z: mx.array, bits: float) -> tuple[mx.array, mx.array]:
+def _encode_turbo(z: mx.array, codec: Codec) -> tuple[mx.array, mx.array]:
     dim = z.shape[-1]
     norm = mx.sqrt(mx.sum(z * z, axis=-1, keepdims=True))
     u = z * (dim**0.5 / mx.maximum(norm, _TINY))
-    codes, overlap = _closest(u, bits)
+    if codec.trellis:
+        codes = trellis.encode(u)
+        overlap = _overlap(u, codes, codec)
+    else:
+        codes, overlap = _closest(u, codec.bits)
     # ‖z‖²/⟨z, c⟩ with z = u·‖z‖/√d is √d·‖z‖/⟨u, c⟩: one fewer square, so no overflow at large norms
     scales = dim**0.5 * norm[..., 0] / mx.maximum(overlap, _TINY)
     return codes, _fp16(mx.where(norm[..., 0] > _TINY, scales, 0.0))
+
+
+def _overlap(u: mx.array, codes: mx.array, codec: Codec) -> mx.array:
+    """Return ⟨u, c⟩ for the values c that *codes* stand for."""
+    unit = grid_unit(codec, u.shape[-1])
+    values = grid(codes, codec).astype(mx.float32) + unit.fraction
+    return mx.sum(u * values, axis=-1) * unit.step
 
 
 def _closest(u: mx.array, bits: float) -> tuple[mx.array, mx.array]:

@@ -11,11 +11,11 @@ import mlx.core as mx
 # Sequences grow by a tile at a time, so each shape serves 32 steps: some for each row of a batch are enough.
 _SHAPES = 64
 
-Chain = Callable[[mx.array], mx.array]
+Chain = Callable[..., mx.array]
 
 
 def fused(chain: Chain) -> Chain:
-    """Return *chain*, compiled for each shape that it meets.
+    """Return *chain*, of one array or of several of the same shape, compiled for each shape that it meets.
 
     Compiled for all shapes at once, every constant is broadcast at run time and counts towards the 11
     operations that MLX (0.32.4) fuses at most; longer chains fall into pieces that all go through
@@ -27,4 +27,4 @@ def fused(chain: Chain) -> Chain:
         # MLX knows a compiled function by its identity: each shape needs one of its own to be forgotten alone
         return cast("Chain", mx.compile(partial(chain)))
 
-    return lambda x: compiled(x.shape)(x)
+    return lambda *arrays: compiled(arrays[0].shape)(*arrays)

@@ -18,7 +18,7 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
-from daemon.kernels import codebook, codec
+from daemon.kernels import codebook, codec, trellis
 from daemon.kernels.case import Case
 from daemon.kernels.keys import KeyTransform, Rotary
 from daemon.kernels.packing import TILE, TileLayout
@@ -127,6 +127,8 @@ def attend(
             ("DIM_V", layout.dim_v),
             ("K_HALF_BITS", _half_bits(layout.k)),
             ("V_HALF_BITS", _half_bits(layout.v)),
+            ("K_TRELLIS", layout.dim_k if layout.k.trellis else 0),
+            ("V_TRELLIS", layout.dim_v if layout.v.trellis else 0),
             ("QUERIES", at_once),
             ("MASK", 0 if mask is None else 1 if mask.dtype == mx.bool_ else 2),
             ("ROTARY", bias.pairs > 0),
@@ -193,6 +195,8 @@ def tiles(
             ("DIM_V", layout.dim_v),
             ("K_HALF_BITS", _half_bits(layout.k)),
             ("V_HALF_BITS", _half_bits(layout.v)),
+            ("K_TRELLIS", layout.k.trellis),
+            ("V_TRELLIS", layout.v.trellis),
         ],
         grid=(256, n_tiles, n_kv),
         threadgroup=(256, 1, 1),
@@ -290,14 +294,17 @@ def _sizes(*numbers: int) -> mx.array:
 
 @cache
 def _centroids(kind: Codec, dim: int) -> mx.array:
-    """Return the centroids by code, and zeros up to 32."""
+    """Return the centroids by code, or the step of a trellis, and zeros up to 32."""
+    if kind.trellis:
+        return _filled([trellis.STEP], 32)
     return _filled([] if kind in (FP16, INT8) else codebook.centroids(kind.bits, dim), 32)
 
 
 @cache
 def _thresholds(kind: Codec, dim: int) -> mx.array:
     """Return the thresholds between the centroids that are not negative, and zeros up to 16."""
-    return _filled([] if kind in (FP16, INT8) else codebook.thresholds(kind.bits, dim), 16)
+    plain = kind in (FP16, INT8) or kind.trellis
+    return _filled([] if plain else codebook.thresholds(kind.bits, dim), 16)
 
 
 def _filled(values: Sequence[float] | codebook.Float, size: int) -> mx.array:
@@ -323,7 +330,7 @@ def _attend() -> _Kernel:
             "negligible",
         ),
         outputs=("sums", "states"),
-        header=_source("codes"),
+        header=_source("trellis") + _source("codes"),
     )  # fmt: skip
 
 
@@ -341,7 +348,7 @@ def _encode() -> _Kernel:
             "old",
         ),
         outputs=("tiles",),
-        header=_source("vectors"),
+        header=_source("trellis") + _source("vectors"),
     )  # fmt: skip
 
 

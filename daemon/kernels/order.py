@@ -46,7 +46,8 @@ class Places:
 
 def has_fragments(codec: Codec, dim: int) -> bool:
     """Return whether the codes of *codec* can lie in fragments, for vectors of *dim* values."""
-    return codec.rotated and codec.bits in (8, 5, 4, 3, 2) and dim % 64 == 0
+    whole = codec.bits in (8, 5, 4, 3, 2) and not codec.trellis
+    return codec.rotated and whole and dim % 64 == 0
 
 
 def native(k: Codec, v: Codec, dim_k: int, dim_v: int) -> int:

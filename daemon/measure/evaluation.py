@@ -302,7 +302,7 @@ def _figures(
     cost: footprint.Footprint,
 ) -> PolicyFigures:
     packed = [
-        plan.effective.k.bits
+        plan.effective.k.precision
         for plan in entrant.policy.layers
         if plan.boundary is None and plan.effective != SCHEMES["fp16"]
     ]

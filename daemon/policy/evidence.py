@@ -44,10 +44,10 @@ def allowance(
 
 
 def fewest_key_bits(request: KvRequest) -> float:
-    """Return the fewest bits that *request* asks for the keys of any layer, scales not counted."""
+    """Return the least precision, in bits, that *request* asks for the keys of any layer."""
     named = [parse_scheme(rule.mode).k for rule in request.layers if rule.mode and not rule.k]
     named += [parse_codec(rule.k, "k") for rule in request.layers if rule.k]
-    return min(codec.bits for codec in (parse_codec(request.k, "k"), *named))
+    return min(codec.precision for codec in (parse_codec(request.k, "k"), *named))
 
 
 def objection(measured: Measured, gate: Gate) -> str | None:

@@ -137,7 +137,9 @@ def _misfit(wish: Wish) -> str:
     keys, values = wish.scheme.k, wish.scheme.v
     sides = ((keys, wish.layer.head_dim_k), (values, wish.layer.head_dim_v))
     codec, dim = next((codec, dim) for codec, dim in sides if not codec.fits(dim))
-    unit = f"groups of {AFFINE_GROUPS[-1]}" if codec.affine else "pairs"
+    unit = (
+        f"groups of {AFFINE_GROUPS[-1]}" if codec.affine else "eights" if codec.trellis else "pairs"
+    )
     return f"{codec.name} stores {unit}: head_dim {dim} does not divide into them"
 
 

@@ -240,7 +240,8 @@ class AllowEntry(RuleModel):
     model_type: str | None = Field(None, min_length=1, description="Prefix of model_type.")
     fingerprint: str | None = Field(None, min_length=1, description="One exact model.")
     key_bits: float | None = Field(
-        None, description="Counts only for keys of this many bits or more; null: of any number."
+        None,
+        description="Counts only for keys of this many bits or more, a trellis of 3 as 3.25; null: of any number.",
     )
     calibrated: bool = Field(
         False, description="Counts only where the keys are calibrated, as they were when measured."

@@ -19,23 +19,32 @@ AFFINE_GROUPS = (64, 32)  # values of an affine group: the larger one where a he
 class Codec:
     """How one vector is stored: *bits* per value, and fp16 scales unless it is full precision.
 
-    Most codecs have one scale per vector. An *affine* one has a scale and a bias per group of values.
+    Most codecs have one scale per vector. An *affine* one has a scale and a bias per group of values. What a
+    code of a *trellis* stands for depends on the two codes before it.
     """
 
     name: str
     bits: float
     scaled: bool = True
     affine: bool = False
+    trellis: bool = False
 
     @property
     def rotated(self) -> bool:
         """Whether vectors are rotated before they are stored; keys then lose their mean before that, too."""
         return self.scaled and not self.affine
 
+    @property
+    def precision(self) -> float:
+        """The order of codecs by their error, in bits: that of a trellis lies between two widths."""
+        return self.bits + 0.25 if self.trellis else self.bits
+
     def fits(self, head_dim: int) -> bool:
-        """Return whether vectors of *head_dim* values can be stored: whole groups, whole pairs of 3.5 bits."""
+        """Return whether vectors of *head_dim* values can be stored: whole groups, pairs of 3.5 bits, eights of a trellis."""
         if self.affine:
             return any(head_dim % group == 0 for group in AFFINE_GROUPS)
+        if self.trellis:
+            return head_dim % 8 == 0
         return self.bits * head_dim % 1 == 0
 
     def group(self, head_dim: int) -> int:
@@ -71,12 +80,15 @@ INT8 = Codec("int8", 8)
 TURBO5 = Codec("turbo5", 5)
 TURBO4 = Codec("turbo4", 4)
 TURBO3_5 = Codec("turbo3.5", 3.5)  # 11 levels, two values in 7 bits
+TRELLIS3 = Codec("trellis3", 3, trellis=True)
 TURBO3 = Codec("turbo3", 3)
 TURBO2 = Codec("turbo2", 2)
 AFFINE8 = Codec("affine8", 8, affine=True)
 AFFINE4 = Codec("affine4", 4, affine=True)
 
-_VALUE_CODECS = {"0": FP16, "8": INT8, "4": TURBO4, "3.5": TURBO3_5, "3": TURBO3, "2": TURBO2}
+_VALUE_CODECS = {
+    "0": FP16, "8": INT8, "4": TURBO4, "3.5": TURBO3_5, "3t": TRELLIS3, "3": TURBO3, "2": TURBO2,
+}  # fmt: skip
 _KEY_CODECS = {**_VALUE_CODECS, "5": TURBO5}
 
 
@@ -115,7 +127,9 @@ class Scheme:
 
 
 def _digit(codec: Codec) -> str:
-    return "0" if codec is FP16 else f"{codec.bits:g}"
+    if codec is FP16:
+        return "0"
+    return f"{codec.bits:g}t" if codec.trellis else f"{codec.bits:g}"
 
 
 SCHEMES: dict[str, Scheme] = {
@@ -128,7 +142,7 @@ SCHEMES["int8"] = SCHEMES["turbo8v8"]
 SCHEMES["affine8"] = Scheme(AFFINE8, AFFINE8)
 SCHEMES["affine4"] = Scheme(AFFINE4, AFFINE4)
 
-# What a hint lists instead of 44 names.
+# What a hint lists instead of 58 names.
 _FORMS = (
     f"turbo<K>v<V> (K {' '.join(sorted(_KEY_CODECS))}, V {' '.join(sorted(_VALUE_CODECS))}),"
     " fp16, int8, affine8, affine4"
@@ -192,6 +206,7 @@ VALUE_CODEC_NAMES: dict[str, Codec] = {
     "int8": INT8,
     "turbo4": TURBO4,
     "turbo3.5": TURBO3_5,
+    "trellis3": TRELLIS3,
     "turbo3": TURBO3,
     "turbo2": TURBO2,
     "affine8": AFFINE8,

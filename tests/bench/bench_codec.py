@@ -17,7 +17,7 @@ from daemon.kernels import codec, packing, reference
 from daemon.policy.schemes import SCHEMES
 
 NAMES = (
-    "int8", "turbo5v4", "turbo4v4", "turbo3.5v3.5", "turbo3v3", "turbo2v2", "affine8", "affine4"
+    "int8", "turbo5v4", "turbo4v4", "turbo3.5v3.5", "turbo3tv3t", "turbo3v3", "turbo2v2", "affine8", "affine4"
 )  # fmt: skip
 
 

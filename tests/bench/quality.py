@@ -46,7 +46,8 @@ FIRST, BETWEEN, AGAIN = 512, 992, 160  # of the copy test: A[:512] + B[:992] + A
 GROUP = 3  # windows decoded together
 
 SCHEMES = (
-    "turbo8v8", "turbo8v4", "turbo8v3", "turbo5v4", "turbo4v4", "turbo4v3", "turbo3.5v3.5", "turbo3v3", "turbo0v4",
+    "turbo8v8", "turbo8v4", "turbo8v3", "turbo5v4", "turbo4v4", "turbo4v3", "turbo3.5v3.5", "turbo4v3t", "turbo3tv3t", "turbo3v3",
+    "turbo0v4",
 )  # fmt: skip
 SMALL_SCHEMES = ("turbo8v8", "turbo8v4", "turbo4v4", "turbo3v3")
 SMALL_RIVALS = ("affine8", "turbo8v3 (mlx-swift)", "affine4")

@@ -318,6 +318,7 @@ def test_a_number_of_caches_that_fits_no_plan_falls_back() -> None:
         ("turbo5v4", 9),
         ("turbo4v4", 8),
         ("turbo3.5v3.5", 7),
+        ("turbo3tv3t", 6),
         ("turbo8v3", 11),
         ("turbo4v3", 7),
         ("affine4", 9),  # two fp16 numbers a group of 32, and only one is in the formula

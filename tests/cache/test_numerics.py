@@ -79,9 +79,9 @@ def caches_of(scheme: str, keys: mx.array, values: mx.array) -> SequenceCache:
 
 
 @pytest.mark.parametrize(
-    "scheme", ["int8", "turbo0v4", "turbo8v3", "turbo4v4", "turbo3.5v3.5", "turbo5v2"]
+    "scheme", ["int8", "turbo0v4", "turbo8v3", "turbo3tv3t", "turbo4v4", "turbo3.5v3.5", "turbo5v2"]
 )
-@pytest.mark.parametrize("dims", [(192, 128), (24, 12), (64, 16)])
+@pytest.mark.parametrize("dims", [(192, 128), (24, 16), (64, 16)])
 def test_values_may_be_shorter_than_keys(scheme: str, dims: tuple[int, int]) -> None:
     keys, values = (mx.random.normal((1, 2, 100, dim), key=mx.random.key(dim)) for dim in dims)
     queries = mx.random.normal((1, 4, 1, dims[0]), key=mx.random.key(7))

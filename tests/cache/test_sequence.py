@@ -15,7 +15,7 @@ from daemon.cache.row import Row
 from daemon.cache.sequence import BatchCache, SequenceCache, View
 from daemon.policy.schemes import parse_scheme
 
-SCHEMES = ("fp16", "int8", "turbo0v4", "turbo8v3", "turbo4v4", "turbo5v3.5", "affine4")
+SCHEMES = ("fp16", "int8", "turbo0v4", "turbo8v3", "turbo4v4", "turbo5v3.5", "turbo4v3t", "affine4")
 PROMPTS = [[(7 * i + j) % 997 for j in range(n)] for i, n in enumerate((5, 120, 61, 33))]
 
 

@@ -286,6 +286,7 @@ def test_a_snapshot_of_another_model_policy_or_prompt_is_refused(
 @pytest.mark.parametrize(
     ("index", "cache", "says"),
     [
+        (0, row_cache("turbo8v3t"), "scheme of cache 0 is turbo8v4, expected turbo8v3t"),
         (0, row_cache("turbo4v4"), "scheme of cache 0 is turbo8v4, expected turbo4v4"),
         (0, row_cache("fp16"), "scheme of cache 0 is turbo8v4, expected fp16"),
         (0, row_cache(sink_tokens=0), "sink_tokens of cache 0 is 4, expected 0"),

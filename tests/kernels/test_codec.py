@@ -9,6 +9,7 @@ from daemon.policy.schemes import (
     AFFINE4,
     AFFINE8,
     INT8,
+    TRELLIS3,
     TURBO2,
     TURBO3,
     TURBO3_5,
@@ -19,7 +20,9 @@ from daemon.policy.schemes import (
 
 # expected relative error of each codec on Gaussian-like coordinates: the codebook's, plus 13 %, 4 %, 2 % and 1 % for
 # the unbiased scale (its error is D/(1−D)); int8: uniform steps of absmax/127 with absmax near 3 sigma at 256 values
-ERROR = {TURBO2: 0.13, TURBO3: 0.0346, TURBO3_5: 0.0192, TURBO4: 0.0093, TURBO5: 0.0025, INT8: 5e-5}
+ERROR = {
+    TURBO2: 0.13, TURBO3: 0.0346, TRELLIS3: 0.0217, TURBO3_5: 0.0192, TURBO4: 0.0093, TURBO5: 0.0025, INT8: 5e-5
+}  # fmt: skip
 TURBO = (TURBO2, TURBO3, TURBO3_5, TURBO4, TURBO5)
 AFFINE = (AFFINE8, AFFINE4)
 
@@ -38,7 +41,7 @@ def test_reconstruction_error_is_the_codebooks(kind: Codec, dim: int) -> None:
     assert (mx.sum((back - x) ** 2) / mx.sum(x * x)).item() < ERROR[kind] * 1.1
 
 
-@pytest.mark.parametrize("kind", TURBO)
+@pytest.mark.parametrize("kind", [*TURBO, TRELLIS3])
 def test_inner_product_with_the_stored_vector_is_unbiased(kind: Codec) -> None:
     """⟨x̂, x⟩ = ‖x‖² for every single vector, up to the rounding of the fp16 scale (2⁻¹¹)."""
     x = vectors(200, 64, spread=3.0)
@@ -175,11 +178,13 @@ def test_every_float_dtype_encodes(dtype: mx.Dtype) -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_error_falls_with_every_half_bit(dim: int) -> None:
+def test_error_falls_with_every_half_bit_and_with_the_trellis(dim: int) -> None:
     x = vectors(256, dim)
 
     errors = []
-    for kind in (TURBO2, TURBO3, TURBO3_5, TURBO4, TURBO5, INT8):
+    kinds = (TURBO2, TURBO3, TRELLIS3, TURBO3_5, TURBO4, TURBO5, INT8)
+    assert [kind.precision for kind in kinds] == [2, 3, 3.25, 3.5, 4, 5, 8]
+    for kind in kinds:
         back = codec.reconstruct(*codec.encode(x, kind, "v"), kind, "v")
         errors.append(mx.sum((back - x) ** 2).item())
 

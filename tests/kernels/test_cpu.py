@@ -23,7 +23,16 @@ HEADS, KV_HEADS, DIM_K, DIM_V = 6, 2, 64, 32
 SINKS = 4
 BACKENDS = {"reference": reference, "cpu": cpu}
 LENGTHS = (1, 4, 5, 31, 32, 33, 36, 63, 64, 65, 100, 200)
-SCHEMES = ("int8", "turbo8v3", "turbo0v4", "turbo5v0", "turbo4v4", "turbo3.5v3.5", "turbo2v2")
+SCHEMES = (
+    "int8",
+    "turbo8v3",
+    "turbo0v4",
+    "turbo5v0",
+    "turbo4v4",
+    "turbo3.5v3.5",
+    "turbo3tv3t",
+    "turbo2v2",
+)
 
 
 @pytest.fixture(params=BACKENDS)
@@ -117,6 +126,7 @@ def cases() -> Iterator[Case]:
         "turbo8v4": {"scaled_keys": True, "key_mean": "rotary", "mask": "boolean", "queries": 2},
         "turbo4v4": {"scaled_keys": True, "key_mean": "rotary", "learned_sinks": True},
         "turbo5v2": {"scaled_keys": True, "key_mean": "constant", "learned_sinks": True},
+        "turbo3tv3t": {"scaled_keys": True, "key_mean": "rotary", "mask": "additive", "queries": 3},
         "turbo3v3": {"mask": "additive", "queries": 5, "learned_sinks": True},
         "turbo0v4": {"mask": "boolean", "dtype": mx.float16},
         "turbo3.5v0": {"scaled_keys": True, "dtype": mx.float16},

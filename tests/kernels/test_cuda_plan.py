@@ -15,7 +15,17 @@ from daemon.kernels.cuda import angles, launch, plan, sources
 from daemon.kernels.keys import KeyTransform, Rotary
 from daemon.kernels.packing import TileLayout
 from daemon.kernels.stepping import Span
-from daemon.policy.schemes import AFFINE8, FP16, INT8, TURBO2, TURBO3_5, TURBO4, TURBO5, Codec
+from daemon.policy.schemes import (
+    AFFINE8,
+    FP16,
+    INT8,
+    TRELLIS3,
+    TURBO2,
+    TURBO3_5,
+    TURBO4,
+    TURBO5,
+    Codec,
+)
 
 MOST_SHARED = 232_448  # bytes of a block on compute capability 9.0
 FAST_TEXT = sources.fast_text({}, "float", 1, sinks=False)
@@ -26,6 +36,7 @@ CASE = Case(TURBO4, TURBO4, 128, 128, n_heads=32, n_kv_heads=8, queries=1, dtype
     ("case", "reason"),
     [
         (replace(CASE, k=AFFINE8, v=AFFINE8), "do not read affine8 keys"),
+        (replace(CASE, k=TRELLIS3), "do not read trellis3 keys"),
         (replace(CASE, v=TURBO3_5), "do not read turbo3.5 values"),
         (replace(CASE, dim_v=112), "no variant for values of 112 values"),
         (replace(CASE, n_heads=136), "up to 16 query heads a KV head, not 136/8"),

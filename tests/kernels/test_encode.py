@@ -78,6 +78,8 @@ METAL = [
     ("turbo2v8", 192, 128, mx.float32),
     ("turbo0v4", 64, 64, mx.float32),
     ("turbo3v0", 80, 80, mx.bfloat16),
+    ("turbo3tv3t", 64, 128, mx.float16),
+    ("turbo4v3t", 64, 80, mx.float32),
 ]
 
 
@@ -159,7 +161,7 @@ BROKEN: dict[str, Callable[[np.ndarray], None]] = {
 
 @needs_shim
 @pytest.mark.parametrize("spoil", BROKEN.values(), ids=list(BROKEN))
-@pytest.mark.parametrize("scheme", ["int8", "turbo4v4"])
+@pytest.mark.parametrize("scheme", ["int8", "turbo4v4", "turbo3tv3t"])
 def test_metal_stores_odd_vectors_as_the_reference_does(
     scheme: str, spoil: Callable[[np.ndarray], None]
 ) -> None:

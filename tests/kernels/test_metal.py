@@ -46,7 +46,9 @@ def combinations() -> list[Case]:
         {"queries": 7, "dtype": mx.float32, "mask": "additive", "learned_sinks": True},
     ])  # fmt: skip
     found = []
-    for k, v in product(["8", "5", "4", "3.5", "3", "2", "0"], ["8", "4", "3.5", "3", "2", "0"]):
+    for k, v in product(
+        ["8", "5", "4", "3.5", "3t", "3", "2", "0"], ["8", "4", "3.5", "3t", "3", "2", "0"]
+    ):
         scheme = "int8" if k == v == "8" else f"turbo{k}v{v}"
         if scheme == "turbo0v0":
             continue

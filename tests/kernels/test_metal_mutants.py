@@ -52,8 +52,21 @@ def sinking() -> bool:
     return right(small("turbo5v2", 520, queries=2, **changes))
 
 
+def trellis() -> bool:
+    """With vectors of several lanes, so that codes have others before them in the same lane, in another, and at the end."""
+    return right(small("turbo3tv3t"))
+
+
 def encoding() -> bool:
-    kinds = SCHEMES["turbo3v3.5"]
+    return encodes("turbo3v3.5")
+
+
+def coded_by_trellis() -> bool:
+    return encodes("turbo3tv3")
+
+
+def encodes(scheme: str) -> bool:
+    kinds = SCHEMES[scheme]
     layout = TileLayout(kinds.k, kinds.v, 80, 64)
     k, v = (mx.random.normal((2, 61, dim), key=mx.random.key(dim)) for dim in (80, 64))
     old = encode.encoded(k[:, :13], v[:, :13], layout, first=0, old=None)
@@ -102,6 +115,20 @@ MUTANTS: list[tuple[Probe, str, str, str]] = [
     (masked, "codes", "group[4 + quarter / 2]", "group[4]"),
     (sinking, "codes", "& 3u) << shift", "& 1u) << shift"),
     (sinking, "codes", "16 * half_group", "8 * half_group"),
+    (trellis, "codes", "first % TRELLIS ?", "true ?"),
+    (trellis, "codes", "first + TRELLIS - 1", "first"),
+    (trellis, "codes", "words, before - 1", "words, before"),
+    (trellis, "codes", "8 * state + code", "4 * state + code"),
+    (trellis, "codes", "& 1u) << 2)", "& 1u) << 1)"),
+    (trellis, "codes", "at / 16 % 2", "0"),
+    (trellis, "trellis", "max(distance, 32)", "max(distance, 31)"),
+    (coded_by_trellis, "trellis", "4 * m + lane / 8", "4 * m + lane % 4"),
+    (coded_by_trellis, "trellis", "u, unit, -NEAR", "u, unit, 0"),
+    (coded_by_trellis, "trellis", "lane == int(state) ? 0", "true ? 0"),
+    (coded_by_trellis, "trellis", "step >= NEAR", "step > NEAR"),
+    (coded_by_trellis, "trellis", "clamp(value, -8.0f, 8.0f)", "clamp(value, -1.0f, 1.0f)"),
+    (coded_by_trellis, "trellis", "uchar(state & 7)", "uchar(before & 7)"),
+    (coded_by_trellis, "vectors", "DIM && !there", "DIM && there"),
     (sinking, "merge", BARRIER, ""),
     (sinking, "merge", "block < rotated_blocks", "block <= rotated_blocks"),
     (sinking, "merge", "largest = simd_max(largest);", ""),
@@ -132,7 +159,11 @@ def forget() -> None:
 
 
 @pytest.mark.usefixtures("_checked")
-@pytest.mark.parametrize("probe", [rotary, masked, sinking, encoding], ids=lambda p: p.__name__)
+@pytest.mark.parametrize(
+    "probe",
+    [rotary, masked, sinking, trellis, encoding, coded_by_trellis],
+    ids=lambda p: p.__name__,
+)
 def test_the_kernels_as_they_are_pass(probe: Probe) -> None:
     assert probe()
 

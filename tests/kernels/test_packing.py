@@ -14,6 +14,7 @@ from daemon.policy.schemes import (
     AFFINE8,
     FP16,
     INT8,
+    TRELLIS3,
     TURBO2,
     TURBO3,
     TURBO3_5,
@@ -22,7 +23,7 @@ from daemon.policy.schemes import (
     Codec,
 )
 
-CODECS = (INT8, TURBO5, TURBO4, TURBO3_5, TURBO3, TURBO2, AFFINE8, AFFINE4)
+CODECS = (INT8, TURBO5, TURBO4, TURBO3_5, TRELLIS3, TURBO3, TURBO2, AFFINE8, AFFINE4)
 WIDTHS = (1, 2, 3, 3.5, 4, 5, 6, 7, 8)
 UINT = npt.NDArray[np.uint32]
 
@@ -125,7 +126,7 @@ def test_a_tile_costs_what_its_layout_says() -> None:
     assert TileLayout(AFFINE4, AFFINE8, 96, 128).words * 4 == 32 * (48 + 3 * 4 + 128 + 2 * 4)
 
 
-@pytest.mark.parametrize(("codec", "dim"), [(AFFINE8, 80), (TURBO3_5, 63)])
+@pytest.mark.parametrize(("codec", "dim"), [(AFFINE8, 80), (TURBO3_5, 63), (TRELLIS3, 12)])
 def test_a_layout_of_vectors_that_do_not_fit_is_refused(codec: Codec, dim: int) -> None:
     with pytest.raises(ValueError, match=f"{codec.name} cannot store vectors of {dim} values"):
         TileLayout(codec, FP16, dim, dim)

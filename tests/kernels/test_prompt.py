@@ -36,6 +36,7 @@ CASES = [
     case("turbo4v4", scaled_keys=True, key_mean="rotary", dtype=mx.bfloat16),
     case("turbo3.5v3", scaled_keys=True, key_mean="rotary", learned_sinks=True),
     case("turbo5v2", scaled_keys=True, key_mean="constant", mask="boolean"),
+    case("turbo3tv3t", scaled_keys=True, key_mean="rotary"),
     case("turbo2v0", mask="additive", learned_sinks=True),
     case("turbo0v4", mask="boolean", dtype=mx.float16),
     case("affine4", mask="additive"),

@@ -24,7 +24,8 @@ def packed(scheme: str) -> MakeRow:
 
 
 @pytest.mark.parametrize(
-    "scheme", ["int8", "turbo8v4", "turbo4v3", "turbo3v3", "turbo0v4", "turbo5v3.5", "affine4"]
+    "scheme",
+    ["int8", "turbo8v4", "turbo4v3", "turbo3v3", "turbo0v4", "turbo5v3.5", "turbo3tv3t", "affine4"],
 )
 def test_bits_are_those_that_the_catalogue_states(scheme: str) -> None:
     got = footprint([filled(KVCache())], packed(scheme), (4096,))

@@ -6,8 +6,11 @@ import pytest
 
 from daemon.policy import evidence
 from daemon.policy.evidence import allowance
+from daemon.policy.request import request
 from daemon.policy.rules import AllowEntry, Gate, Measured
-from daemon.policy.store import load_allowlist, load_gate
+from daemon.policy.schemes import parse_scheme
+from daemon.policy.spec import KvSpec
+from daemon.policy.store import load_allowlist, load_gate, load_policies
 
 GATE = Gate(kld=0.02, copy_kld=0.05, positions=512, source="a test")
 
@@ -60,6 +63,22 @@ def test_a_measurement_allows_no_fewer_bits_than_it_had() -> None:
         bits: allowance("llama", entries, fingerprint="abc", key_bits=bits) for bits in (2, 3.5, 4)
     }
     assert [bits for bits, why in allowed.items() if why] == [4]
+
+
+@pytest.mark.parametrize(
+    ("measured_on", "allows"),
+    [("turbo3tv3t", ["turbo3t", "turbo3.5"]), ("turbo3v3", ["turbo3", "turbo3t", "turbo3.5"])],
+)
+def test_a_trellis_stands_between_3_and_3_5_bits(measured_on: str, allows: list[str]) -> None:
+    key_bits = parse_scheme(measured_on).k.precision
+    entries = [evidence.entry("abc", key_bits, measured(), calibrated=True)]
+
+    def allowed(keys: str) -> bool:
+        asked = request(KvSpec(mode=f"{keys}v4"), load_policies().policies)
+        bits = evidence.fewest_key_bits(asked)
+        return allowance("llama", entries, fingerprint="abc", key_bits=bits) is not None
+
+    assert [keys for keys in ("turbo3", "turbo3t", "turbo3.5") if allowed(keys)] == allows
 
 
 def test_a_measurement_of_calibrated_keys_says_nothing_of_uncalibrated_ones() -> None:

@@ -19,8 +19,8 @@ from daemon.policy.schemes import (
     window_of,
 )
 
-K = ("0", "8", "5", "4", "3.5", "3", "2")
-V = ("8", "4", "3.5", "3", "2", "0")
+K = ("0", "8", "5", "4", "3.5", "3t", "3", "2")
+V = ("8", "4", "3.5", "3t", "3", "2", "0")
 
 
 @pytest.mark.parametrize("k", K)
@@ -31,7 +31,9 @@ def test_every_pair_of_widths_is_a_scheme(k: str, v: str) -> None:
     assert scheme.name == {"turbo0v0": "fp16", "turbo8v8": "int8"}.get(
         f"turbo{k}v{v}", f"turbo{k}v{v}"
     )
-    assert (scheme.k.bits, scheme.v.bits) == (float(k) or 16, float(v) or 16)
+    for codec, digit in ((scheme.k, k), (scheme.v, v)):
+        assert codec.bits == (float(digit.rstrip("t")) or 16)
+        assert codec.trellis is digit.endswith("t")
 
 
 def test_every_canonical_name_means_itself() -> None:
@@ -65,6 +67,7 @@ def test_values_have_no_5_bit_codec() -> None:
         ("turbo3.5v3.5", 128, 3.625),
         ("turbo4v3.5", 64, 4.0),
         ("turbo3v3", 80, 3.2),
+        ("turbo3tv3t", 80, 3.2),
         ("affine8", 64, 8.5),
         ("affine8", 128, 8.5),
         ("affine8", 96, 9.0),
@@ -88,10 +91,12 @@ def test_bits_per_value_are_exact(name: str, head_dim: int, bits: float) -> None
         ("turbo3.5v3.5", 80, True),
         ("turbo3.5v3.5", 63, False),
         ("turbo3v3", 63, True),
+        ("turbo3tv3t", 112, True),
+        ("turbo3tv3t", 60, False),
         ("fp16", 63, True),
     ],
 )
-def test_a_scheme_fits_vectors_of_whole_groups_and_pairs(
+def test_a_scheme_fits_vectors_of_whole_groups_pairs_and_eights(
     name: str, head_dim: int, fits: bool
 ) -> None:
     scheme = SCHEMES[name]
@@ -119,5 +124,5 @@ def test_keys_of_4_bits_or_fewer_are_low(name: str) -> None:
     keys = SCHEMES[name].k.name
 
     assert SCHEMES[name].low_bit_keys is (
-        keys in ("turbo4", "turbo3.5", "turbo3", "turbo2", "affine4")
+        keys in ("turbo4", "turbo3.5", "trellis3", "turbo3", "turbo2", "affine4")
     )

@@ -4,8 +4,8 @@
 // LANES neighbouring lanes share a token, 16 values each, so a tile is read in order by whole SIMD-groups, and the
 // tokens that are read at the same time keep softmax states of their own until the end. Scores are base-2 logarithms.
 //
-// Template: DIM_K, DIM_V, K_HALF_BITS and V_HALF_BITS (0: that side is in full precision), QUERIES, MASK (0: causal,
-// 1: boolean, 2: additive), ROTARY (keys have lost a mean that turns with their position).
+// Template: DIM_K, DIM_V, K_HALF_BITS and V_HALF_BITS (0: that side is in full precision), K_TRELLIS and V_TRELLIS
+// (the values of a vector, or 0), QUERIES, MASK (0: causal, 1: boolean, 2: additive), ROTARY (keys have lost a mean that turns with their position).
 
 constexpr int WIDER = DIM_K > DIM_V ? DIM_K : DIM_V;
 constexpr int LANES = WIDER > 128 ? 16 : WIDER > 64 ? 8 : 4;
@@ -104,7 +104,7 @@ for (int tile = first_tile; tile < end_tile; tile += stride) {
     if (valid && in_keys) {
       float scale = 1;
       if (K_HALF_BITS && packed) {
-        read_packed<K_HALF_BITS>(words, slot * DIM_K + chunk, k_table, values);
+        read_packed<K_HALF_BITS, K_TRELLIS>(words, slot * DIM_K + chunk, k_table, values);
         scale = read_scale(words + K_SCALES, slot);
       } else if (K_HALF_BITS && token >= packed_to) {
         int64_t at = kv_head * k_tail_strides[0] + (token - packed_to) * k_tail_strides[1];
@@ -175,7 +175,7 @@ for (int tile = first_tile; tile < end_tile; tile += stride) {
 
     float scale = 1;
     if (V_HALF_BITS && packed) {
-      read_packed<V_HALF_BITS>(words + K_WORDS, slot * DIM_V + chunk, v_table, values);
+      read_packed<V_HALF_BITS, V_TRELLIS>(words + K_WORDS, slot * DIM_V + chunk, v_table, values);
       scale = read_scale(words + V_SCALES, slot);
     } else if (V_HALF_BITS && token >= packed_to) {
       int64_t at = kv_head * v_tail_strides[0] + (token - packed_to) * v_tail_strides[1];

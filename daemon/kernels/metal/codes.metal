@@ -1,8 +1,16 @@
 // Reading stored vectors 16 values at a time, whether packed (docs/adr/0005-tile-layout.md) or in full precision.
 
+// One code of 3 bits.
+METAL_FUNC uint code_of_3_bits(const device uint* words, uint at) {
+  const device uint* group = words + at / 32 * 3;
+  uint low = group[at / 16 % 2] >> (2 * (at % 16));
+  return (low & 3u) | (((group[2] >> (at % 32)) & 1u) << 2);
+}
+
 // Values of codes first … first + 15 of a side's code words; first is a multiple of 16. HALF_BITS is twice the width
-// of a code: 16 are the bytes of int8, the others index the centroids in table.
-template <int HALF_BITS>
+// of a code: 16 are the bytes of int8, the others index the centroids in table. TRELLIS: the values of a vector whose
+// codes form a trellis, with its step in table; 0: they do not.
+template <int HALF_BITS, int TRELLIS>
 METAL_FUNC void read_packed(
     const device uint* words, uint first, const threadgroup float* table, thread float* values) {
   if (HALF_BITS == 16) {
@@ -42,6 +50,11 @@ METAL_FUNC void read_packed(
   if (HALF_BITS & 2) {
     planes[3] = group[0] >> (16 * half_group);
   }
+  uint state = 0;
+  if (TRELLIS) {  // before a vector's first code comes its last one
+    uint before = first % TRELLIS ? first - 1 : first + TRELLIS - 1;
+    state = 8 * code_of_3_bits(words, before - 1) + code_of_3_bits(words, before);
+  }
   for (uint i = 0; i < 16; i++) {
     uint code = 0;
     uint shift = 0;
@@ -56,7 +69,12 @@ METAL_FUNC void read_packed(
     if (HALF_BITS & 2) {
       code |= ((planes[3] >> i) & 1u) << shift;
     }
-    values[i] = table[code];
+    if (TRELLIS) {
+      values[i] = trellis_level(code, state) * table[0];
+      state = 8 * state + code;
+    } else {
+      values[i] = table[code];
+    }
   }
 }
 

@@ -1,7 +1,7 @@
 // Encodes the vectors of one tile of one KV head and packs them: one threadgroup a tile, keys first, then values.
 //
 // Template: DIM_K, DIM_V, K_HALF_BITS and V_HALF_BITS (0: that side is in full precision and has no part in a tile),
-// STRETCHES (of a vector, that are tried).
+// K_TRELLIS and V_TRELLIS (whether its codes form a trellis), STRETCHES (of a vector, that are tried).
 
 constexpr int WIDER = DIM_K > DIM_V ? DIM_K : DIM_V;
 constexpr int K_WORDS = K_HALF_BITS * DIM_K / 2;
@@ -25,7 +25,7 @@ const device uint* from = old + kv_head * old_strides[0];
 const int kept = keeps && tile == 0 ? first : 0;
 
 if (K_HALF_BITS) {
-  encode<DIM_K, K_HALF_BITS, STRETCHES>(
+  encode<DIM_K, K_HALF_BITS, K_TRELLIS, STRETCHES>(
       k + kv_head * count * DIM_K, tile * 32 - first, count, k_thresholds, k_centroids, stretches,
       codes, scales, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -34,7 +34,7 @@ if (K_HALF_BITS) {
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 if (V_HALF_BITS) {
-  encode<DIM_V, V_HALF_BITS, STRETCHES>(
+  encode<DIM_V, V_HALF_BITS, V_TRELLIS, STRETCHES>(
       v + kv_head * count * DIM_V, tile * 32 - first, count, v_thresholds, v_centroids, stretches,
       codes, scales, thread_index);
   threadgroup_barrier(mem_flags::mem_threadgroup);

@@ -14,8 +14,8 @@ METAL_FUNC int nearest(float u, int levels, const device float* thresholds) {
 }
 
 // Codes and scales of the 32 slots whose first one takes vector begin; slots without a vector get zeros.
-// Codes are nearest to a vector of length √DIM times the stretch that leaves the smallest angle.
-template <int DIM, int HALF_BITS, int STRETCHES>
+// Codes are nearest to a vector of length √DIM times the stretch that leaves the smallest angle, or form a TRELLIS.
+template <int DIM, int HALF_BITS, bool TRELLIS, int STRETCHES>
 METAL_FUNC void encode(
     const device float* vectors, int begin, int count, const device float* thresholds,
     const device float* centroids, const device float* stretches, threadgroup uchar* codes, threadgroup half* scales, int thread_index) {
@@ -55,7 +55,18 @@ METAL_FUNC void encode(
       const float factor = precise::sqrt(float(DIM)) / at_least(norm, tiny);
       float overlap = 0;
       float closest = -1;
-      for (int n = 0; n < STRETCHES; n++) {
+      if (TRELLIS) {
+        for (int i = 0; i < SHARE; i++) {
+          z[i] *= factor;
+          if (lane + 32 * i < DIM && !there) {
+            codes[slot * DIM + lane + 32 * i] = 0;
+          }
+        }
+        if (there) {
+          overlap = simd_sum(encode_trellis<DIM>(z, centroids[0], codes + slot * DIM, lane));
+        }
+      }
+      for (int n = 0; n < (TRELLIS ? 0 : STRETCHES); n++) {
         int candidate[SHARE];
         float along = 0;
         float size = 0;
