@@ -12,7 +12,7 @@ from daemon.policy.schemes import FP16, Codec
 
 RAW_STEP = 256  # tokens by which a side in full precision grows: mlx-lm's own step
 TAIL_STEP = (
-    64  # tokens for which a tail has room, so that not every one of them makes a new array of all
+    32  # tokens for which a tail gets room, so that not every one of them makes a new array of all
 )
 
 
