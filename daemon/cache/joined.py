@@ -110,6 +110,17 @@ class Joined:
         self._fresh = keys, values
         self._grown += 1
 
+    def trim(self, count: int) -> bool:
+        """Forget the newest *count* tokens of each row, if all of them are in a tail; return whether they were."""
+        lengths = (self.length_of(index) - count for index in range(len(self._spans)))
+        if self.waiting or not all(
+            length >= max(span.packed_to, self._sinks, 1)
+            for length, span in zip(lengths, self._spans, strict=True)
+        ):
+            return False
+        self._grown -= count
+        return True
+
     def attend(self, queries: mx.array, sinks: mx.array | None) -> mx.array:
         """Attend from *queries* (B, n_heads, 1, D), of the rows' newest tokens; returns an array like it."""
         out, self._plain = self._stepper.step(

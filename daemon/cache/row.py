@@ -15,53 +15,25 @@ left keeps its order and its slots: to attention the row is a shorter sequence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Protocol
 
 import mlx.core as mx
 
 from daemon.cache import window
-from daemon.cache.side import FullPrecision, RowState, dtype_name, written
+from daemon.cache.loan import Loan
+from daemon.cache.row_state import expected_shapes, shapes_of
+from daemon.cache.side import FullPrecision, RowState
+from daemon.cache.tiles import put
 from daemon.kernels import encode, order, packing
 from daemon.kernels.attention import REFERENCE
 from daemon.kernels.case import Attend
 from daemon.kernels.keys import KeyTransform
 from daemon.kernels.packing import TILE, TileLayout
-from daemon.kernels.stored import RawSide, Stored
+from daemon.kernels.stored import Stored
 from daemon.policy.matching import least_token_budget
 from daemon.policy.schemes import FP16, Scheme
 
-_LEAST_SLACK = 8  # tiles
-_PLACES = 4  # that a layer can have among those that grow at different times
-
 DECODE_TOKENS = 8  # up to this many tokens at once are decoded: one, or several with speculation
-
-
-class Loan(Protocol):
-    """What a row has lent its tokens in full precision to."""
-
-    def length_of(self, index: int) -> int:
-        """Return the tokens so far of the row at *index*."""
-        ...
-
-    def parts_of(self, index: int) -> tuple[RawSide, RawSide]:
-        """Return what the row at *index* holds in full precision, keys and values."""
-        ...
-
-    @property
-    def arrays(self) -> list[mx.array]:
-        """Every array that carries history of these rows, other than tiles."""
-        ...
-
-    @property
-    def row_bytes(self) -> int:
-        """How many bytes of them are one row's."""
-        ...
-
-    def end(self) -> None:
-        """Take no more steps: a row goes on by itself, or with others."""
-        ...
 
 
 class Row:
@@ -236,7 +208,7 @@ class Row:
 
     def take_tiles(self, tiles: mx.array, end: int) -> None:
         """Put the *tiles* of the tokens up to *end*, which left the tail from a tile's beginning on, behind the others."""
-        self._store(tiles, self._packed_to // TILE)
+        self._tiles = put(self._tiles, tiles, self._packed_to // TILE, self.place)
         self._packed_to = end
 
     def trim(self, count: int) -> int:
@@ -319,7 +291,7 @@ class Row:
         Raises:
             ValueError: *state* is none that a row with this policy could have.
         """
-        if _shapes(state.arrays) != self._expected(state):
+        if shapes_of(state.arrays) != expected_shapes(state, self.scheme, self.sink_tokens):
             raise ValueError(
                 "its arrays are not those of a row with this policy and that many tokens"
             )
@@ -337,30 +309,6 @@ class Row:
             row._k.restore("k", state, state.dim_k, state.dtype_k)
             row._v.restore("v", state, state.dim_v, state.dtype_v)
         return row
-
-    def _expected(self, state: RowState) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Return shape and dtype of every array that a row with this policy has in *state*."""
-        kept = state.length - state.dropped
-        some = state.packed_to > self.sink_tokens
-        counts = {}
-        for name, kind in (("k", self.scheme.k), ("v", self.scheme.v)):
-            head = kept if kind is FP16 else min(kept, self.sink_tokens)
-            counts[f"{name}_head"] = head
-            counts[f"{name}_tail"] = (
-                0 if kind is FP16 else kept - (state.packed_to if some else head)
-            )
-        shapes: dict[str, tuple[tuple[int, ...], str]] = {}
-        for name, count in counts.items():
-            dim, dtype = (
-                (state.dim_k, state.dtype_k) if name[0] == "k" else (state.dim_v, state.dtype_v)
-            )
-            if count:
-                shapes[name] = ((state.n_kv_heads, count, dim), dtype)
-        layout = TileLayout(self.scheme.k, self.scheme.v, state.dim_k, state.dim_v)
-        if some and layout.packed:
-            tiles = -(-state.packed_to // TILE)
-            shapes["tiles"] = ((state.n_kv_heads, tiles, layout.words), "uint32")
-        return shapes
 
     def shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return (n_kv_heads, dim) of keys and of values; zeros while the row is empty."""
@@ -473,7 +421,7 @@ class Row:
             first=kept or unused,
             old=old,
         )
-        self._store(tiles, first_tile)
+        self._tiles = put(self._tiles, tiles, first_tile, self.place)
         self._packed_to = end
 
     def _leaving(self, side: FullPrecision, start: int, end: int) -> mx.array | None:
@@ -484,27 +432,3 @@ class Row:
         if side is self._k and self.keys is not None:
             vectors = self.keys.centered(vectors, start + self.dropped)
         return vectors
-
-    def _store(self, tiles: mx.array, at: int) -> None:
-        end = at + tiles.shape[1]
-        if self._tiles is None or end > self._tiles.shape[1]:
-            room = end + self._slack(end)
-            spare = mx.zeros((tiles.shape[0], room - at, tiles.shape[2]), dtype=mx.uint32)
-            self._tiles = (
-                spare
-                if self._tiles is None
-                else mx.concatenate([self._tiles[:, :at], spare], axis=1)
-            )
-        self._tiles = written(self._tiles, tiles, at)
-
-    def _slack(self, tiles: int) -> int:
-        """Return for how many more than *tiles* to make room: growing copies the history, so it must happen rarely.
-
-        About a quarter of them, by the layer's place, so that a part of a model's layers grow in one step: all at once
-        need twice the memory for a moment, and one by one make every fold another graph for CUDA to prepare.
-        """
-        return max(_LEAST_SLACK, tiles // 4) * (_PLACES + self.place % _PLACES) // (_PLACES + 2)
-
-
-def _shapes(arrays: Mapping[str, mx.array]) -> dict[str, tuple[tuple[int, ...], str]]:
-    return {name: (tuple(array.shape), dtype_name(array)) for name, array in arrays.items()}

@@ -27,6 +27,8 @@ from daemon.kernels.rotation import Side
 
 Mask = mx.array | str | None
 
+_LEAST_OFFSETS = 16
+
 
 class Attending(Protocol):
     """What can hand out views: attention on a view comes back to it."""
@@ -137,6 +139,9 @@ class _Cache:
         Raises:
             ValueError: a row cannot (Row.trim); then no row has changed.
         """
+        joined = self._going
+        if joined is not None and joined.trim(count):
+            return count
         for row in self.rows:
             row.check_trim(count)
         return max((row.trim(count) for row in self.rows), default=0)
@@ -369,8 +374,14 @@ class BatchCache(_Cache):
 
 @lru_cache(maxsize=64)
 def _offsets(lengths: tuple[int, ...], grown: int) -> mx.array:
-    """Return *lengths*, each *grown* by some, int32: made once for all layers of a step."""
-    return mx.array([length + grown for length in lengths], dtype=mx.int32)
+    """Return *lengths*, each *grown* by some, int32: made once for all layers of a step.
+
+    It is computed, and part of a longer array: on CUDA, what comes from the host and what has up to 8 bytes are in memory
+    that a GPU reads over PCIe, in every layer.
+    """
+    numbers = [length + grown for length in lengths]
+    padded = mx.array(numbers + [0] * max(0, _LEAST_OFFSETS - len(numbers)), dtype=mx.int32)
+    return (padded + mx.zeros_like(padded))[: len(numbers)]
 
 
 def causal(n: int, offset: int, **options: Any) -> mx.array:

@@ -11,6 +11,9 @@ from daemon.kernels.stored import RawSide
 from daemon.policy.schemes import FP16, Codec
 
 RAW_STEP = 256  # tokens by which a side in full precision grows: mlx-lm's own step
+TAIL_STEP = (
+    32  # tokens for which a tail gets room, so that not every one of them makes a new array of all
+)
 
 
 def dtype_name(array: mx.array) -> str:
@@ -60,20 +63,28 @@ class FullPrecision:
         self._sink_tokens = sink_tokens
         self._head: mx.array | None = None  # fp16: a buffer with spare room; else the sinks
         self._head_count = 0
-        self._tail: mx.array | None = None
+        self._tail: mx.array | None = None  # a buffer with spare room at its end
+        self._tail_from = 0
+        self._tail_count = 0
 
     def copy(self) -> FullPrecision:
         """Return a side that shares every array with this one."""
         other = FullPrecision(self.codec, self._sink_tokens)
         other.n_heads, other.dim, other.dtype = self.n_heads, self.dim, self.dtype
-        other._head, other._head_count, other._tail = self._head, self._head_count, self._tail
+        other._head, other._head_count = self._head, self._head_count
+        other._tail, other._tail_from, other._tail_count = (
+            self._tail,
+            self._tail_from,
+            self._tail_count,
+        )
         return other
 
     def holding(self, head: mx.array | None, tail: mx.array | None) -> FullPrecision:
         """Return a side like this one that holds *head* and *tail* instead, neither of them empty."""
         other = self.copy()
-        other._head, other._tail = head, tail
+        other._head = head
         other._head_count = 0 if head is None else head.shape[1]
+        other._set_tail(tail)
         return other
 
     def append(self, x: mx.array) -> None:
@@ -92,19 +103,19 @@ class FullPrecision:
             )
             self._head_count = self._head.shape[1]
         if x.shape[1]:
-            self._tail = x if self._tail is None else mx.concatenate([self._tail, x], axis=1)
+            self._append_to_tail(x)
 
     def take(self, count: int) -> mx.array:
         """Remove and return the oldest *count* tail tokens."""
-        assert self._tail is not None
-        taken, there = self._tail[:, :count], self._tail.shape[1]
-        if count == there:
-            self._tail = None
-        elif count > there - count:  # of a prompt: the rest is little
-            self._tail = copied(self._tail, count, there)
+        tail, rest = self._tail_in_use(), self._tail_count - count
+        assert tail is not None
+        if rest == 0:
+            self._set_tail(None)
+        elif count > rest:  # of a prompt: what is left is little
+            self._set_tail(copied(tail, count, count + rest))
         else:
-            self._tail = self._tail[:, count:]
-        return taken
+            self._tail_from, self._tail_count = self._tail_from + count, rest
+        return tail[:, :count]
 
     def keep(self, length: int, *, packed: int) -> None:
         """Forget everything from token *length* on; the tail begins at *packed*, or after the sinks."""
@@ -112,8 +123,7 @@ class FullPrecision:
             self._head_count = min(self._head_count, length)
             return
         in_tail = length - max(packed, self._sink_tokens)
-        if self._tail is not None:
-            self._tail = self._tail[:, :in_tail] if in_tail > 0 else None
+        self._tail_count = max(0, min(self._tail_count, in_tail))
         if self._head is not None and length < self._head_count:
             self._head = self._head[:, :length] if length else None
             self._head_count = length
@@ -140,20 +150,45 @@ class FullPrecision:
         self.n_heads, self.dim, self.dtype = state.n_kv_heads, dim, dtype
         self._head = state.arrays.get(f"{name}_head")
         self._head_count = 0 if self._head is None else self._head.shape[1]
-        self._tail = state.arrays.get(f"{name}_tail")
+        self._set_tail(state.arrays.get(f"{name}_tail"))
 
     def raw(self) -> RawSide:
         """Return what attention reads."""
         head = self._head
         if head is not None and head.shape[1] != self._head_count:
             head = head[:, : self._head_count]
-        return RawSide(head=head if self._head_count else None, tail=self._tail)
+        return RawSide(head=head if self._head_count else None, tail=self._tail_in_use())
 
     def arrays(self) -> Iterator[mx.array]:
         """Yield every array that holds tokens."""
-        for array in (self._head, self._tail):
+        for array in (self._head, self._tail if self._tail_count else None):
             if array is not None:
                 yield array
+
+    def _set_tail(self, tail: mx.array | None) -> None:
+        self._tail, self._tail_from = tail, 0
+        self._tail_count = 0 if tail is None else tail.shape[1]
+
+    def _tail_in_use(self) -> mx.array | None:
+        if self._tail is None or not self._tail_count:
+            return None
+        if self._tail_count == self._tail.shape[1]:
+            return self._tail
+        return self._tail[:, self._tail_from : self._tail_from + self._tail_count]
+
+    def _append_to_tail(self, x: mx.array) -> None:
+        end, added = self._tail_from + self._tail_count, x.shape[1]
+        buffer = self._tail
+        if buffer is not None and end + added <= buffer.shape[1] and buffer.dtype == x.dtype:
+            self._tail = written(buffer, x, end)
+            self._tail_count += added
+            return
+        old, count = self._tail_in_use(), self._tail_count + added
+        parts = [x] if old is None else [old, x]
+        if added < TAIL_STEP:  # as tokens are decoded; a prompt is packed before long
+            parts.append(mx.zeros((x.shape[0], TAIL_STEP, x.shape[2]), dtype=x.dtype))
+        self._set_tail(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1))
+        self._tail_count = count
 
     def _append_to_buffer(self, x: mx.array) -> None:
         end = self._head_count + x.shape[1]

@@ -1,9 +1,10 @@
 """Decode speed of an 8B-shaped llama with random weights on one GPU: our caches against mlx-lm's own, in one run.
 
-    python tests/bench/decode_gpu.py [--bits 4] [--json FILE] [--cases 1x2048 8x8192 …]
+    python tests/bench/decode_gpu.py [--bits 4] [--spread 0] [--json FILE] [--cases 1x2048 8x8192 …]
 
 Caches are filled with random keys and values, so nothing is prefilled and no weights are needed. A case is a
-batch size and a length. Times are of whole steps, on the clock of the wall: model, attention, the argmax and
+batch size and a length; with a spread each row is that much longer than the one before, so that rows fold at
+different steps. Times are of whole steps, on the clock of the wall: model, attention, the argmax and
 Python, with the next step's graph built while the GPU is busy, as mlx-lm's own generator does. Weights of 16 bits show
 more of the caches in a batch: MLX's product of 4-bit weights with the vectors of several rows is slow on a GPU.
 """
@@ -47,6 +48,7 @@ CASES = ["1x2048", "1x8192", "1x32768", "1x131072", "8x2048", "8x8192", "8x32768
 MOST_BYTES = 110e9  # of caches, on a GPU of 141 GB
 
 Caches = list[Any]
+Lengths = list[int]
 
 
 @dataclass(frozen=True)
@@ -84,18 +86,18 @@ def random_side(rows: int, tokens: int) -> mx.array:
     return mx.random.normal((rows, N_KV, tokens, DIM)).astype(mx.float16)
 
 
-def fp16_caches(rows: int, tokens: int, model: llama.Model) -> Caches:
-    caches = []
+def fp16_caches(lengths: Lengths, model: llama.Model) -> Caches:
+    caches, rows, most = [], len(lengths), max(lengths)
     for _ in model.layers:
-        cache = KVCache() if rows == 1 else BatchKVCache([0] * rows)
-        cache.update_and_fetch(random_side(rows, tokens), random_side(rows, tokens))
+        cache = KVCache() if rows == 1 else BatchKVCache([most - length for length in lengths])
+        cache.update_and_fetch(random_side(rows, most), random_side(rows, most))
         mx.eval(cache.keys, cache.values)
         caches.append(cache)
     return caches
 
 
-def quantized_caches(rows: int, tokens: int, model: llama.Model) -> Caches:
-    caches = []
+def quantized_caches(lengths: Lengths, model: llama.Model) -> Caches:
+    caches, rows, tokens = [], len(lengths), max(lengths)
     for _ in model.layers:
         cache = QuantizedKVCache(group_size=64, bits=4)
         cache.update_and_fetch(random_side(rows, tokens), random_side(rows, tokens))
@@ -104,10 +106,10 @@ def quantized_caches(rows: int, tokens: int, model: llama.Model) -> Caches:
     return caches
 
 
-def ours(name: str, *, sinks: int, mean: bool) -> Callable[[int, int, llama.Model], Caches]:
+def ours(name: str, *, sinks: int, mean: bool) -> Callable[[Lengths, llama.Model], Caches]:
     """Return what makes our caches, with *sinks* and a tail in full precision; *mean*: keys lose their mean."""
 
-    def make(rows: int, tokens: int, model: llama.Model) -> Caches:
+    def make(lengths: Lengths, model: llama.Model) -> Caches:
         attention, caches = on_this_device(), []
         for place, layer in enumerate(model.layers):
             keys = None
@@ -120,19 +122,19 @@ def ours(name: str, *, sinks: int, mean: bool) -> Callable[[int, int, llama.Mode
                 keys=keys, attention=attention, place=place,
             )  # fmt: skip
             filled = []
-            for _ in range(rows):
+            for length in lengths:
                 each = row.fresh()
-                each.append(random_side(1, tokens)[0], random_side(1, tokens)[0])
+                each.append(random_side(1, length)[0], random_side(1, length)[0])
                 each.pack()
                 mx.eval(each.arrays)
                 filled.append(each)
-            caches.append(SequenceCache(filled[0]) if rows == 1 else BatchCache(filled))
+            caches.append(SequenceCache(filled[0]) if len(filled) == 1 else BatchCache(filled))
         return caches
 
     return make
 
 
-KINDS: dict[str, Callable[[int, int, llama.Model], Caches]] = {
+KINDS: dict[str, Callable[[Lengths, llama.Model], Caches]] = {
     "mlx-lm fp16": fp16_caches,
     "mlx-lm 4 bit": quantized_caches,
     "turbo4v4": ours("turbo4v4", sinks=SINKS, mean=False),
@@ -143,10 +145,10 @@ KINDS: dict[str, Callable[[int, int, llama.Model], Caches]] = {
 }
 
 
-def measure(model: llama.Model, rows: int, tokens: int, kind: str) -> Result:
+def measure(model: llama.Model, rows: int, tokens: int, spread: int, kind: str) -> Result:
     mx.clear_cache()
     mx.reset_peak_memory()
-    caches = KINDS[kind](rows, tokens, model)
+    caches = KINDS[kind]([tokens + spread * row for row in range(rows)], model)
     size = sum(cache.nbytes for cache in caches)
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -207,13 +209,14 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--bits", type=int, default=4, choices=[4, 8, 16], help="of a weight")
+    parser.add_argument("--spread", type=int, default=0, help="tokens from a row to the next")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     gpu = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
     about = {
         "gpu": gpu, "mlx": mx.__version__, "mlx_lm": mlx_lm.__version__,
-        "python": platform.python_version(), "layers": str(options.layers), "bits": str(options.bits),
+        "python": platform.python_version(), "layers": str(options.layers), "bits": str(options.bits), "spread": str(options.spread),
     }  # fmt: skip
     print(about)
     model = make_model(options.layers, options.bits)
@@ -228,7 +231,7 @@ def main() -> None:
                 print(f"{case} {kind}: does not fit")
                 continue
             try:
-                results.append(measure(model, rows, tokens, kind))
+                results.append(measure(model, rows, tokens, options.spread, kind))
             except (
                 RuntimeError
             ) as error:  # MLX has no CUDA kernel for every shape of its quantized products

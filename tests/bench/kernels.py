@@ -26,6 +26,7 @@ import mlx.nn as nn
 
 from daemon.kernels import order
 from daemon.kernels.cuda import launch, plan
+from daemon.kernels.cuda.layer import layer_of
 from daemon.kernels.keys import KeyTransform, Rotary
 from daemon.kernels.packing import TILE, TileLayout
 from daemon.kernels.stepping import Span
@@ -157,7 +158,7 @@ def packed_chain(
     layout = TileLayout(scheme.k, scheme.v, DIM, DIM, order.FRAGMENTS)
     tiles_each = tokens // TILE
     keys = mean_of_keys() if mean else None
-    layer = launch.layer_of(layout, N_KV, keys)
+    layer = layer_of(layout, N_KV, keys)
     assert layer is not None
     sinks, tail = (SINKS, TAIL) if plain else (0, 0)
     span = Span(tokens + tail, sinks, tokens)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import mlx.core as mx
 import numpy as np
@@ -398,6 +399,11 @@ def test_the_layers_of_a_model_do_not_all_grow_at_one_step() -> None:
     assert sum(map(len, grown)) == len(set.union(*grown))
 
 
+def place_of(array: mx.array) -> int:
+    address: int = np.array(array, copy=False).__array_interface__["data"][0]
+    return address
+
+
 def test_a_fold_writes_into_the_buffer_that_nobody_else_holds() -> None:
     keys, values = tokens(900)
     row = Row(parse_scheme("turbo4v4"), sink_tokens=4, tail_tokens=32)
@@ -406,8 +412,25 @@ def test_a_fold_writes_into_the_buffer_that_nobody_else_holds() -> None:
         row.append(keys[:, start : start + 30], values[:, start : start + 30])
         mx.eval(row.arrays)
         if row.tiles is not None:
-            place = np.array(row.tiles, copy=False).__array_interface__["data"][0]
-            places.setdefault(row.tiles.shape[1], []).append(place)
+            places.setdefault(row.tiles.shape[1], []).append(place_of(row.tiles))
 
     assert max(map(len, places.values())) > 4
     assert all(len(set(seen)) == 1 for seen in places.values())
+
+
+def test_a_decoded_token_is_written_into_the_tail_that_nobody_else_holds() -> None:
+    keys, values = tokens(400)
+    row = Row(parse_scheme("turbo4v4"), sink_tokens=4, tail_tokens=32)
+    row.append(keys[:, :300], values[:, :300])
+    places = []
+    for at in range(300, 400):
+        row.append(keys[:, at : at + 1], values[:, at : at + 1])
+        mx.eval(row.arrays)
+        places.append(place_of(row.arrays[-1]))
+
+    moves = sum(one != other for one, other in pairwise(places))
+
+    assert moves <= 4  # one for every 32 tokens
+    tail = row.stored().v.tail
+    assert tail is not None
+    assert mx.array_equal(tail, values[:, 400 - tail.shape[1] :])

@@ -13,6 +13,7 @@ import pytest
 from daemon.kernels import codebook, codec, cuda, encode, order, packing, rotation, step_proof
 from daemon.kernels.case import Case
 from daemon.kernels.cuda import encoding, launch, plan, rounding
+from daemon.kernels.cuda.layer import layer_of
 from daemon.kernels.keys import KeyTransform, Rotary
 from daemon.kernels.packing import TILE, Packed, TileLayout
 from daemon.kernels.stepping import Leaving, Span
@@ -188,7 +189,7 @@ def check(problem: Problem, *, fast: bool) -> float:
     """Return the relative error of attend on *problem*, the same twice."""
     queries, stored, mask, logits = build(problem)
     grouped = plan.is_fast(stored.layout, problem.grouped, problem.queries, masked=mask is not None)
-    layer = launch.layer_of(stored.layout, stored.n_kv_heads, stored.keys) if grouped else None
+    layer = layer_of(stored.layout, stored.n_kv_heads, stored.keys) if grouped else None
     assert (layer is not None) == fast
     scale = problem.dim_k**-0.5
     first = launch.attend(queries, stored, scale, mask, logits)
@@ -305,7 +306,7 @@ def test_a_step_of_ragged_rows_attends_and_takes_in_the_newest_token(rows: int) 
         for row, gap in zip(stored, left, strict=True)
     )
     tiles = [mx.zeros((1, 1, 16), mx.uint32) if row.tiles is None else row.tiles for row in stored]
-    layer = launch.layer_of(stored[0].layout, 2, transform)
+    layer = layer_of(stored[0].layout, 2, transform)
     assert layer is not None
 
     for splits in (1, 5, 40):

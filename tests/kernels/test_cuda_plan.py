@@ -12,6 +12,7 @@ import pytest
 from daemon.kernels import order
 from daemon.kernels.case import Case
 from daemon.kernels.cuda import angles, launch, plan, sources
+from daemon.kernels.cuda.layer import layer_of
 from daemon.kernels.keys import KeyTransform, Rotary
 from daemon.kernels.packing import TileLayout
 from daemon.kernels.stepping import Span
@@ -151,9 +152,9 @@ def test_a_layers_constants_are_made_once_and_hold_its_keys_transform() -> None:
     scale = mx.array(np.linspace(0.5, 2.0, 128).reshape(2, 64).astype(np.float32))
     mean = mx.ones((2, 64))
     keys = KeyTransform(scale, mean, Rotary(nn.RoPE(64), 64))
-    layer = launch.layer_of(layout, 2, keys)
+    layer = layer_of(layout, 2, keys)
     assert layer is not None
-    assert launch.layer_of(layout, 2, keys) is layer
+    assert layer_of(layout, 2, keys) is layer
     numbers = np.array(layer.constants)
     assert np.allclose(np.abs(numbers[:128]), np.array(scale).ravel())
     assert np.allclose(numbers[192:320], 1.0)
@@ -170,10 +171,10 @@ def test_spans_are_one_array_for_all_layers_of_a_step() -> None:
     assert grown[:, :7].tolist() == [[105, 4, 64, 0, 32, 1, 0], [75, 0, 0, 0, 0, 1, 0]]
 
 
-def test_bodies_ask_for_pages_masks_and_sinks_only_where_there_are_any() -> None:
+def test_bodies_ask_for_rows_masks_and_sinks_only_where_there_are_any() -> None:
     assert "tiles1" not in FAST_TEXT[1]
     assert "tiles7_strides" in sources.fast_text({}, "float", 8, sinks=True)[1]
-    assert "mask_shape" not in sources.scan_text(paged=False, masked=False)[1]
+    assert "mask_shape" not in sources.scan_text(masked=False)[1]
     assert "logits, " in sources.merge_text(sinks=True)[1]
     for text in (FAST_TEXT, sources.encode_text(), sources.fold_text({}, "float")):
         for line in text[0].splitlines():

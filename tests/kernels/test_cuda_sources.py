@@ -15,7 +15,7 @@ from daemon.kernels.cuda import plan, sources
 INPUT_TYPES = {
     "tiles": "unsigned int", "spans": "int", "layer": "float", "counters": "unsigned int",
     "rotated": "float", "k_levels": "float", "v_levels": "float", "mean": "float", "pairs": "int",
-    "plain": "int", "table": "float", "mask": "float", "pages": "int", "sums": "float", "folds": "int",
+    "plain": "int", "table": "float", "mask": "float", "sums": "float", "folds": "int",
 }  # fmt: skip
 
 # What MLX puts in front of a kernel: shapes and strides of its inputs are arguments by value.
@@ -77,8 +77,8 @@ def scan_text(dims: tuple[int, int], bits: tuple[int, int], tile_order: int, mas
     vectors |= dict.fromkeys(("v_head", "v_tail"), "__half")
     return kernel_text(
         f"scan_{dims[0]}_{dims[1]}_{bits[0]}_{bits[1]}_{tile_order}",
-        sources.scan_text(paged=masked, masked=masked),
-        [*sources.SCAN_INPUTS, *["pages"] * masked, *["mask"] * masked],
+        sources.scan_text(masked=masked),
+        [*sources.SCAN_INPUTS, *["mask"] * masked],
         {"sums": "float"},
         vectors,
         DIM_K=dims[0], DIM_V=dims[1], K_BITS=bits[0], V_BITS=bits[1], ORDER=tile_order, GROUPED=5,
@@ -131,7 +131,7 @@ VARIANTS = {
         ],
     ),
     "general": (
-        sources.scan_text(paged=False, masked=False)[0],
+        sources.scan_text(masked=False)[0],
         [
             scan_text((192, 128), (3, 16), order.CANONICAL, True),
             scan_text((80, 80), (5, 8), order.CANONICAL, False),

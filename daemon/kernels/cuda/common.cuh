@@ -90,25 +90,18 @@ __device__ __forceinline__ Vectors<T> vectors(const T* data, const Strides& stri
           (long long)strides[ndim - 2], (long long)strides[ndim - 1]};
 }
 
-// Tiles of all rows, uint32 (H, pages, words); `pages` maps a row's tiles to pages, int32 (B, most), or is null:
-// then tile t is page t, there is one row, and `most` is how many tiles there is room for.
+// Tiles of one row, uint32 (H, room, words).
 struct Tiles {
   const u32* data;
-  long long head, page;
-  const int* pages;
-  int most;
+  long long head, tile;
+  int room;
 
-  // The page of tile t of row b: maybe a trip to memory.
-  __device__ __forceinline__ int page_of(int b, int t) const { return pages ? __ldg(pages + b * most + t) : t; }
-
-  __device__ __forceinline__ const u32* at_page(int h, int number) const { return data + h * head + number * page; }
-
-  __device__ __forceinline__ const u32* at(int b, int h, int t) const { return at_page(h, page_of(b, t)); }
+  __device__ __forceinline__ const u32* at(int h, int t) const { return data + h * head + t * tile; }
 };
 
-template <class Strides>
-__device__ __forceinline__ Tiles tiles_of(const u32* data, const Strides& strides, const int* pages, int most) {
-  return {data, (long long)strides[0], (long long)strides[1], pages, most};
+template <class Shape, class Strides>
+__device__ __forceinline__ Tiles tiles_of(const u32* data, const Shape& shape, const Strides& strides) {
+  return {data, (long long)strides[0], (long long)strides[1], (int)shape[1]};
 }
 
 }  // namespace tqd

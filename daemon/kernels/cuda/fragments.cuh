@@ -198,10 +198,10 @@ struct Fragments {
     if (ROTARY && warp >= TILE_WARPS - 2) step = constants.angle(threadIdx.x % MEAN_PAIRS);
     // Tiles of this warp: every `apart`th. Whether the first one is needed is not known yet: it is copied all the same.
     const int first = at.split * TILE_WARPS + warp, apart = at.splits * TILE_WARPS;
-    const bool ahead_of_span = first < tiles.most;
+    const bool ahead_of_span = first < tiles.room;
     const u64 once = read_once();
-    const u32* next = tiles.at_page(at.kv, first);
-    const long long stride = apart * tiles.page;
+    const u32* next = tiles.at(at.kv, first);
+    const long long stride = apart * tiles.tile;
     if (copies && ahead_of_span) copy_to_shared(slots, next, S::WORDS * 4, barriers, once);
     const int end = (span.packed_to + TILE - 1) / TILE;
     if (copies)

@@ -144,7 +144,7 @@ struct Scan {
   __device__ void load(const Span span, int b, int kv, int c, int width, int k_stride, float* ks, float* vs,
                        float (&levels)[2][32]) const {
     const bool any = c * TILE < span.packed_to && c * TILE + TILE > span.packed_from;
-    const u32* tile = any ? tiles.at(b, kv, c) : nullptr;
+    const u32* tile = any ? tiles.at(kv, c) : nullptr;
     for (int i = threadIdx.x; i < TILE * DK; i += blockDim.x) {
       const int t = i / DK, d = i % DK, p = c * TILE + t;
       float x = 0.f;

@@ -1,7 +1,7 @@
 """The CUDA sources, and the bodies of the kernels that MLX compiles around them.
 
 MLX writes a kernel's signature from its inputs and outputs, and compiles the rest at first use, once for
-each set of template arguments and process. Lengths, positions, strides and page tables are arguments:
+each set of template arguments and process. Lengths, positions and strides are arguments:
 nothing is compiled again because a sequence has grown.
 """
 
@@ -53,7 +53,9 @@ const tqd::Fragments<DIM, GROUPED, K_BITS, V_BITS, ROTARY, T> kernel{{
     const_cast<tqd::u32*>(counters), out}};
 kernel.run({{(int)blockIdx.z, (int)blockIdx.y, n_kv, (int)blockIdx.x, splits}}, shared);
 """
-_ROW_OF_TILES = "  case {row}: tiles = tqd::tiles_of(tiles{row}, tiles{row}_strides, nullptr, (int)tiles{row}_shape[1]); break;"
+_ROW_OF_TILES = (
+    "  case {row}: tiles = tqd::tiles_of(tiles{row}, tiles{row}_shape, tiles{row}_strides); break;"
+)
 
 SCAN_INPUTS = (
     "q", "rotated", "tiles", "spans", "k_head", "k_tail", "v_head", "v_tail", "k_levels", "v_levels",
@@ -64,7 +66,7 @@ extern __shared__ float shared[];
 const int blocks = (GROUPED * QUERIES + tqd::SCAN_ROWS - 1) / tqd::SCAN_ROWS, splits = gridDim.x / blocks;
 const long long rows = (long long)gridDim.z * gridDim.y * GROUPED * QUERIES;
 tqd::Scan<DIM_K, DIM_V, K_BITS, V_BITS, ORDER, Q, K, V> kernel{{
-    tqd::vectors(q, q_strides, q_ndim), rotated, tqd::tiles_of(tiles, tiles_strides, {pages}),
+    tqd::vectors(q, q_strides, q_ndim), rotated, tqd::tiles_of(tiles, tiles_shape, tiles_strides),
     tqd::vectors(k_head, k_head_strides, k_head_ndim), tqd::vectors(k_tail, k_tail_strides, k_tail_ndim),
     tqd::vectors(v_head, v_head_strides, v_head_ndim), tqd::vectors(v_tail, v_tail_strides, v_tail_ndim),
     k_levels, v_levels, {mask}, {{mean, pairs, plain, table, N_PAIRS, N_PLAIN, (int)table_shape[0]}},
@@ -111,9 +113,6 @@ if (vector < vectors)
   tqd::round_vector<DIM, LEVELS, STRETCHES>(u + vector * DIM, numbers, codes + vector * DIM, overlap + vector);
 """
 
-_PAGES = "pages, (int)pages_shape[1]"
-_NO_PAGES = "nullptr, 0"
-
 
 def header(names: Sequence[str], folder: Path = FOLDER) -> str:
     """Return the includes of the sources *names*: MLX hashes a kernel's text at every call, so it should be short."""
@@ -135,10 +134,10 @@ def fast_text(
     return header(_FAST_FILES) + _BOUNDS, _with_constants(body, constants, kind)
 
 
-def scan_text(*, paged: bool, masked: bool) -> tuple[str, str]:
+def scan_text(*, masked: bool) -> tuple[str, str]:
     """Return header and body of the general kernel."""
     mask = "mask, (int)mask_shape[0]" if masked else "nullptr, 0"
-    return header(_SCAN_FILES), _filled(SCAN_BODY, pages=_PAGES if paged else _NO_PAGES, mask=mask)
+    return header(_SCAN_FILES), _filled(SCAN_BODY, mask=mask)
 
 
 def merge_text(*, sinks: bool) -> tuple[str, str]:
@@ -155,10 +154,10 @@ def fast_kernel(constants: Mapping[str, int], kind: mx.Dtype, rows: int, *, sink
 
 
 @cache
-def scan_kernel(shared_bytes: int, *, paged: bool, masked: bool) -> Any:
-    """Return the general kernel; its inputs are SCAN_INPUTS, `pages` and `mask` where there are any."""
-    names = [*SCAN_INPUTS, *["pages"] * paged, *["mask"] * masked]
-    return _kernel("tqd_scan", names, ["sums"], scan_text(paged=paged, masked=masked), shared_bytes)
+def scan_kernel(shared_bytes: int, *, masked: bool) -> Any:
+    """Return the general kernel; its inputs are SCAN_INPUTS, and `mask` where there is one."""
+    names = [*SCAN_INPUTS, *["mask"] * masked]
+    return _kernel("tqd_scan", names, ["sums"], scan_text(masked=masked), shared_bytes)
 
 
 @cache

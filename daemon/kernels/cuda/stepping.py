@@ -12,7 +12,7 @@ import mlx.core as mx
 from daemon.kernels import codec
 from daemon.kernels.case import Case
 from daemon.kernels.cuda import encoding, launch, plan, sources
-from daemon.kernels.cuda.launch import Layer
+from daemon.kernels.cuda.layer import Layer, layer_of
 from daemon.kernels.keys import KeyTransform
 from daemon.kernels.packing import TILE, TileLayout
 from daemon.kernels.stepping import Leaving, Span
@@ -27,7 +27,7 @@ def stepper(
     grouped = case.n_heads // case.n_kv_heads
     if not plan.is_fast(layout, grouped, case.queries, masked=case.mask != "none"):
         return None
-    layer = launch.layer_of(layout, case.n_kv_heads, keys)
+    layer = layer_of(layout, case.n_kv_heads, keys)
     return None if layer is None else CudaStepper(layer, scale)
 
 
