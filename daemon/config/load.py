@@ -39,6 +39,7 @@ class Loaded:
 
     *files* are the files it was read from: servers.yaml, includes, the user's policies. *watched* adds
     what else a change should wake the daemon for: the policies folder and the files of API keys.
+    *ends_open*: the last line of a file has no end, as in one that is still being written.
     """
 
     servers: Servers
@@ -50,6 +51,7 @@ class Loaded:
     sources: Mapping[str, Source] = field(repr=False)
     daemon_source: Source = field(repr=False)
     api_keys: Mapping[str, str] = field(repr=False)
+    ends_open: bool = False
 
 
 class RejectedError(ConfigError):
@@ -139,6 +141,7 @@ class _Run:
             sources=sources,
             daemon_source=daemon_source,
             api_keys=keys,
+            ends_open=any(text and not text.endswith(b"\n") for text in self._contents.values()),
         )
 
     def _rejected(self) -> RejectedError:

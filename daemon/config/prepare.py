@@ -106,6 +106,7 @@ class Prepared:
     machine: Machine
     allowlist: tuple[AllowEntry, ...]
     daemon_source: Source = field(repr=False)
+    ends_open: bool = False
 
     @property
     def budget_bytes(self) -> int:
@@ -143,6 +144,7 @@ def prepare(loaded: Loaded, *, state: StateDir, on: Machine | None = None) -> Pr
         machine=place,
         allowlist=allowlist,
         daemon_source=loaded.daemon_source,
+        ends_open=loaded.ends_open,
     )
 
 

@@ -3,8 +3,9 @@
     at rest ── a look differs ──▶ moving ── two equal looks ──▶ Read
     Read ──▶ Refuse · Keep · Apply · suspect ── 5 s without a newer file ──▶ Apply
 
-A suspect edit takes so much away that it may be half of a file being written. One reading is out at a
-time; whatever asks for one meanwhile gets one more after it, together: no request is lost, none queues.
+A suspect edit may be half of a file being written: it takes very much away, or ends in the middle of a
+line. One reading is out at a time; whatever asks for one meanwhile gets one more after it, together: no
+request is lost, none queues.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from daemon.supervisor.plan import Fleet
 POLL_S = 1.0
 SETTLE_S = 0.3  # an editor is done when two looks this far apart agree
 LEAST_S = 0.1  # between two looks, however busy the folder is
-REMOVAL_CONFIRM_S = 5.0
+CONFIRM_S = 5.0
 
 Stat = tuple[int, int, int, int] | None
 Look = Mapping[Path, Stat]
@@ -135,7 +136,9 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """The edit removes much: say that it waits for a newer file."""
+    """The edit may be half of one, for a *reason*: say that it waits for a newer file."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,10 +253,10 @@ def _judge(
     intake: Intake, reading: Reading, facts: Facts, now: float
 ) -> tuple[Intake, tuple[Effect, ...]]:
     verdict = _verdict(reading, facts)
-    if isinstance(verdict, Apply) and _removes_much(verdict, facts):
-        until = now + REMOVAL_CONFIRM_S
-        return replace(intake, suspect=Suspect(reading, until)), (Doubt(),)
-    return intake, (verdict,)
+    doubt = _doubt(verdict, facts) if isinstance(verdict, Apply) else None
+    if doubt is None:
+        return intake, (verdict,)
+    return replace(intake, suspect=Suspect(reading, now + CONFIRM_S)), (Doubt(doubt),)
 
 
 def _verdict(reading: Reading, facts: Facts) -> Refuse | Keep | Apply:
@@ -315,6 +318,15 @@ def _unfit(
     )
     for name, refusal in unfit.items():
         yield loaded.sources[name].problem("", f"it does not fit: {refusal}", memory.HINT)
+
+
+def _doubt(edit: Apply, facts: Facts) -> str | None:
+    if _removes_much(edit, facts):
+        return "it removes much"
+    # who never ends the last line is taken at their word
+    if edit.steps and edit.loaded.ends_open and not facts.applied.ends_open:
+        return "its last line has no end"
+    return None
 
 
 def _removes_much(edit: Apply, facts: Facts) -> bool:

@@ -280,10 +280,8 @@ class Configuration:
                 return [intake.Arrived(await self._reading())]
             case intake.Compare():
                 return [intake.Compared(await self._reading())]
-            case intake.Doubt():
-                self._log.warning(
-                    "config.pending", reason="it removes much", confirm_s=intake.REMOVAL_CONFIRM_S
-                )
+            case intake.Doubt(reason):
+                self._log.warning("config.pending", reason=reason, confirm_s=intake.CONFIRM_S)
             case intake.Show(steps):
                 self._show(steps)
             case intake.Keep(loaded):

@@ -187,6 +187,18 @@ def test_a_byte_order_mark_and_windows_line_ends_do_not_matter(write: Write) -> 
     assert load(path, environ={}).servers.servers["chat"].port == 8081
 
 
+def test_a_last_line_without_an_end_is_noticed_also_in_an_include(write: Write) -> None:
+    whole = "version: 1\ninclude: [b.yaml]\nservers: {a: {model: x/y, port: 8081}}\n"
+    more = "servers: {b: {model: x/y, port: 8082}}\n"
+    for main, other, ends_open in (
+        (whole, more, False),
+        (whole[:-1], more, True),
+        (whole, more[:-1], True),
+    ):
+        write(other, "b.yaml")
+        assert load(write(main)).ends_open is ends_open
+
+
 def test_a_key_file_is_read_and_watched_but_not_copied(write: Write, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("secret\nnot this\n")

@@ -45,6 +45,7 @@ def prepared(
     content: str = "",
     daemon: DaemonSpec | None = None,
     memory: int = 2**40,
+    ends_open: bool = False,
 ) -> Prepared:
     return Prepared(
         path=PATH,
@@ -57,6 +58,7 @@ def prepared(
         machine=Machine(memory),
         allowlist=(),
         daemon_source=Entry("daemon"),
+        ends_open=ends_open,
     )
 
 
@@ -72,4 +74,5 @@ def loaded(configuration: Prepared) -> Loaded:
         sources={name: Entry(f"servers.{name}") for name in specs},
         daemon_source=Entry("daemon"),
         api_keys={},
+        ends_open=configuration.ends_open,
     )

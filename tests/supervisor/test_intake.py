@@ -44,6 +44,7 @@ def server(name: str, version: str = "1", **keys: object) -> PreparedServer:
 ONE = prepared(server("a"), content="one")
 TWO = prepared(server("a"), server("b", port=8082), content="two")
 NOTHING = prepared(content="nothing")
+REMOVES_MUCH = Doubt("it removes much")
 APPLY_TWO = Apply(loaded(TWO), TWO, diff(ONE.servers, TWO.servers))
 APPLY_NOTHING = Apply(loaded(NOTHING), NOTHING, diff(ONE.servers, {}))
 
@@ -85,6 +86,7 @@ class Desk:
             *self.applied.servers.values(),
             content=self.applied.content_hash,
             daemon=DaemonSpec.model_validate({"reload": self.mode}),
+            ends_open=self.applied.ends_open,
         )
         return Facts(applied, fleet(self.running), lambda _: Desired.RUNNING)
 
@@ -206,12 +208,12 @@ def test_a_look_during_a_reading_decides_nothing() -> None:
 def test_an_edit_that_removes_everything_is_applied_when_no_newer_file_comes() -> None:
     desk = Desk(running=("a",))
     desk.tell(Asked())
-    assert desk.read(NOTHING) == (Doubt(),)
+    assert desk.read(NOTHING) == (REMOVES_MUCH,)
     effects: tuple[intake.Effect, ...] = ()
     while not effects:
         effects = desk.look()
     assert effects == (APPLY_NOTHING,)
-    assert desk.now == intake.REMOVAL_CONFIRM_S
+    assert desk.now == intake.CONFIRM_S
 
 
 def test_a_server_between_two_restarts_counts_as_running() -> None:
@@ -221,7 +223,7 @@ def test_a_server_between_two_restarts_counts_as_running() -> None:
     facts = replace(desk.facts(), fleet=crashed)
     reading, _ = intake.step(desk.intake, Asked(), facts, 0.0)
     _, effects = intake.step(reading, intake.Arrived(desk.reading(NOTHING)), facts, 0.0)
-    assert effects == (Doubt(),)
+    assert effects == (REMOVES_MUCH,)
 
 
 def test_a_server_that_is_on_its_way_out_does_not_count_as_running() -> None:
@@ -231,14 +233,46 @@ def test_a_server_that_is_on_its_way_out_does_not_count_as_running() -> None:
     facts = replace(desk.facts(), fleet=leaving)
     reading, _ = intake.step(desk.intake, Asked(), facts, 0.0)
     _, effects = intake.step(reading, intake.Arrived(desk.reading(NOTHING)), facts, 0.0)
-    assert effects == (Doubt(),)
+    assert effects == (REMOVES_MUCH,)
 
 
 def test_an_edit_that_removes_every_entry_is_doubted_even_if_none_runs() -> None:
     """Found by the simulation: the user's `tqd stop` was forgotten with the entries."""
     desk = Desk()
     desk.tell(Asked())
-    assert desk.read(NOTHING) == (Doubt(),)
+    assert desk.read(NOTHING) == (REMOVES_MUCH,)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        prepared(server("a", "2", port=808), content="cut in a number", ends_open=True),
+        prepared(server("a"), server("b", port=80), content="cut in a new one", ends_open=True),
+    ],
+    ids=lambda it: it.content_hash,
+)
+def test_an_edit_that_ends_in_the_middle_of_a_line_waits_for_the_rest(cut: Prepared) -> None:
+    desk = Desk(running=("a",))
+    desk.tell(Asked())
+    assert desk.read(cut) == (Doubt("its last line has no end"),)
+    desk.file = 1
+    desk.look()
+    assert desk.look() == (Read(),)
+    assert desk.read(TWO) == (APPLY_TWO,)
+
+
+def test_whoever_never_ends_the_last_line_is_taken_at_their_word() -> None:
+    desk = Desk(applied=replace(ONE, ends_open=True), running=("a",))
+    desk.tell(Asked())
+    edit = replace(TWO, ends_open=True)
+    assert desk.read(edit) == (Apply(loaded(edit), edit, APPLY_TWO.steps),)
+
+
+def test_an_end_that_is_lost_without_a_change_is_no_edit_to_doubt() -> None:
+    desk = Desk(running=("a",))
+    desk.tell(Asked())
+    same = replace(ONE, content_hash="no newline", ends_open=True)
+    assert desk.read(same) == (Apply(loaded(same), same, ()),)
 
 
 @pytest.mark.parametrize("mode", ["auto", "manual"])
@@ -257,7 +291,7 @@ def test_requests_wait_for_the_end_of_a_doubt() -> None:
     desk.tell(Asked())
     desk.read(NOTHING)
     assert desk.tell(Asked()) == ()
-    desk.now = intake.REMOVAL_CONFIRM_S
+    desk.now = intake.CONFIRM_S
     assert desk.look() == (APPLY_NOTHING, Read())
 
 
