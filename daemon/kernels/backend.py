@@ -57,3 +57,8 @@ def backend_of_device() -> Backend:
         metal=mx.metal.is_available(),
         cuda=mx.cuda.is_available(),
     )
+
+
+def on_hopper() -> bool:
+    """Return whether MLX's default device is a GPU of the generation that our tensor-core kernel is written for."""
+    return backend_of_device() == "cuda" and mx.device_info().get("compute_capability_major") == 9

@@ -21,6 +21,7 @@ from functools import cache
 import mlx.core as mx
 
 from daemon.kernels import order as orders
+from daemon.kernels.backend import on_hopper
 from daemon.kernels.fused import Chain, fused
 from daemon.kernels.rotation import Side
 from daemon.policy.schemes import FP16, Codec
@@ -97,16 +98,6 @@ def native_layout(k: Codec, v: Codec, dim_k: int, dim_v: int) -> TileLayout:
     """
     order = orders.native(k, v, dim_k, dim_v) if on_hopper() else orders.CANONICAL
     return TileLayout(k, v, dim_k, dim_v, order)
-
-
-def on_cuda() -> bool:
-    """Return whether MLX's default device is an NVIDIA GPU."""
-    return bool(mx.cuda.is_available()) and mx.default_device() != mx.Device(mx.cpu)
-
-
-def on_hopper() -> bool:
-    """Return whether it is one of the generation that our tensor-core kernel is written for."""
-    return on_cuda() and mx.device_info().get("compute_capability_major") == 9
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,8 @@ from daemon.cache import build
 from daemon.config.evaluation import Contender
 from daemon.config.locate import Located, fingerprint
 from daemon.errors import TqdError
-from daemon.kernels import packing, rotation
+from daemon.kernels import rotation
+from daemon.kernels.backend import backend_of_device
 from daemon.measure import demo_model, divergence, evaluation, footprint, plots
 from daemon.measure.divergence import Divergence, Pack, Scores, Window
 from daemon.measure.evaluation import Subject
@@ -195,7 +196,7 @@ def _signs(draw: int) -> Iterator[None]:
     if draw == used:
         yield
         return
-    if packing.on_cuda():
+    if backend_of_device() == "cuda":
         raise SystemExit(
             "draws are compared on a CPU: CUDA's kernels keep the signs they began with"
         )
