@@ -2,12 +2,17 @@
 
 A block of tiles is unpacked, put on the int8 grid and multiplied before the next one is touched, so full
 precision never reaches memory; going there costs more time than the codes save. Steps, fractions and
-scales are paid once per token instead of once per value. Scores are in powers of two throughout.
+scales are paid once per token instead of once per value. Scores are in powers of two throughout. Rows of
+several blocks are divided over two streams: MLX gives each a thread, and its elementwise operations use one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from itertools import cycle
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -24,7 +29,16 @@ BLOCK_VALUES = (
     2**19
 )  # of one side in one block: 2 MB in float32; smaller ones cost more in calls than they save
 
+LANES = 2  # streams that long rows are divided over: more have not been tried
+
 Mask = mx.array | None
+
+
+class Block(NamedTuple):
+    """Vectors of some tokens, float32 (H, tokens, dim), and the stream that computes them and with them."""
+
+    vectors: mx.array
+    stream: mx.Stream
 
 
 def refusal(case: Case) -> str | None:
@@ -71,12 +85,12 @@ def _scores(queries: mx.array, stored: Stored) -> mx.array:
     return mx.concatenate(parts, axis=-1)
 
 
-def _products(columns: mx.array, blocks: Iterator[mx.array]) -> mx.array:
+def _products(columns: mx.array, blocks: Iterable[Block]) -> mx.array:
     """Return the products of queries, which are *columns* (H, dim, N), with the vectors in *blocks*: (H, N, T).
 
     BLAS is faster with few queries on the right.
     """
-    products = [block @ columns for block in blocks]
+    products = [mx.matmul(block.vectors, columns, stream=block.stream) for block in blocks]
     joined = products[0] if len(products) == 1 else mx.concatenate(products, axis=1)
     return mx.contiguous(joined.swapaxes(-1, -2))
 
@@ -102,37 +116,71 @@ def _weighted_sum(weights: mx.array, stored: Stored) -> mx.array:
         packed = weights[..., start:end] * _factors(stored, "v")[:, None, start:end]
         # slots that hold no token of this row weigh nothing
         packed = mx.pad(packed, [(0, 0), (0, 0), (start, -end % TILE)])
-        at = 0
-        for block in _grids(stored, "v"):
-            out = out + packed[..., at : at + block.shape[1]] @ block
-            at += block.shape[1]
+        out = _sum(packed, 0, _grids(stored, "v"), out)
         if unit.fraction:
             out = out + unit.fraction * mx.sum(packed, axis=-1, keepdims=True)
         out = codec.unrotate(out, kind, "v")
     for raw, at in ((stored.v.head, 0), (stored.v.tail, end)):
-        for block in _raw_blocks(raw):
-            out = out + weights[..., at : at + block.shape[1]] @ block
-            at += block.shape[1]
+        out = _sum(weights, at, _raw_blocks(raw), out)
     return out
 
 
-def _raw_blocks(raw: mx.array | None) -> Iterator[mx.array]:
-    """Yield the vectors *raw* (H, T, dim) in float32, a block of tokens at a time."""
+def _sum(weights: mx.array, at: int, blocks: Iterable[Block], out: mx.array) -> mx.array:
+    """Return *out* plus the vectors of *blocks*, times *weights* (H, N, T) from token *at* on."""
+    sums: dict[mx.Stream, mx.array] = {}
+    for vectors, stream in blocks:
+        some = mx.matmul(weights[..., at : at + vectors.shape[1]], vectors, stream=stream)
+        sums[stream] = mx.add(sums[stream], some, stream=stream) if stream in sums else some
+        at += vectors.shape[1]
+    return sum(sums.values(), out)
+
+
+def _raw_blocks(raw: mx.array | None) -> Iterator[Block]:
+    """Yield the vectors *raw* (H, T, dim), a block of tokens at a time."""
     if raw is None:
         return
+    stream = mx.default_stream(mx.cpu)
     step = max(1, BLOCK_VALUES // (raw.shape[0] * raw.shape[2]))
     for at in range(0, raw.shape[1], step):
-        yield raw[:, at : at + step].astype(mx.float32)
+        yield Block(raw[:, at : at + step].astype(mx.float32), stream)
 
 
-def _grids(stored: Stored, side: Side) -> Iterator[mx.array]:
-    """Yield the grid numbers of one side of all tiles, float32 (H, tokens, dim), a block of tiles at a time."""
+def _grids(stored: Stored, side: Side) -> Iterator[Block]:
+    """Yield the grid numbers of one side of all tiles, a block of tiles at a time, the lanes in turn."""
     tiles, layout = stored.tiles_in_use(), stored.layout
     kind, dim = (layout.k, layout.dim_k) if side == "k" else (layout.v, layout.dim_v)
-    step = max(1, BLOCK_VALUES // (tiles.shape[0] * TILE * dim))
-    for at in range(0, tiles.shape[1], step):
-        codes = packing.codes_of(tiles[:, at : at + step], layout, side)
-        yield codec.grid(codes, kind).astype(mx.float32)
+    most = max(1, BLOCK_VALUES // (tiles.shape[0] * TILE * dim))
+    blocks = -(-tiles.shape[1] // most)
+    streams = _lanes() if blocks >= LANES else (mx.default_stream(mx.cpu),)
+    step = -(-tiles.shape[1] // (-(-blocks // len(streams)) * len(streams)))
+    for at, stream in zip(range(0, tiles.shape[1], step), cycle(streams), strict=False):
+        with mx.stream(stream):
+            codes = packing.codes_of(tiles[:, at : at + step], layout, side)
+            vectors = codec.grid(codes, kind).astype(mx.float32)
+        yield Block(vectors, stream)
+
+
+class _Thread(threading.local):
+    """What belongs to a thread of Python's: MLX lets no other one use its streams."""
+
+    lanes: tuple[mx.Stream, ...] | None = None
+
+
+_THREAD = _Thread()
+
+
+def _lanes() -> tuple[mx.Stream, ...]:
+    """Return the streams of this thread: the default one and, where there are cores for it, others."""
+    if _THREAD.lanes is None:
+        more = range(min(LANES, _cores()) - 1)
+        _THREAD.lanes = mx.default_stream(mx.cpu), *(mx.new_stream(mx.cpu) for _ in more)
+    return _THREAD.lanes
+
+
+def _cores() -> int:
+    """Return the cores that this process may use."""
+    usable = getattr(os, "sched_getaffinity", None)
+    return len(usable(0)) if usable else os.cpu_count() or 1
 
 
 def _factors(stored: Stored, side: Side) -> mx.array:

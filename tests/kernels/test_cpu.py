@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import mlx.core as mx
@@ -238,3 +239,45 @@ def test_powers_of_two_end_in_zero_and_keep_what_is_no_number() -> None:
 
     assert got[:3].tolist() == [0.0, 0.0, 0.0]
     assert mx.isnan(got[3]).item()
+
+
+def answer_of(made: Row) -> mx.array:
+    """Return what a query finds in *made* by the CPU's kernels."""
+    out: mx.array = cpu.attend(random(3, HEADS, 1, DIM_K), made.stored(), 0.125, None, None)
+    mx.eval(out)
+    return out
+
+
+@pytest.mark.parametrize(("cores", "lanes"), [(1, 1), (2, 2), (3, 3), (64, 3)])
+@pytest.mark.parametrize("tiles", [2, 3, 5, 12, 13])
+def test_rows_divided_over_any_number_of_threads_answer_alike(
+    monkeypatch: pytest.MonkeyPatch, cores: int, lanes: int, tiles: int
+) -> None:
+    made = row("turbo4v4", 32 * tiles - 5, Direct(cpu), tail=7)
+    expected = reference.attend(random(3, HEADS, 1, DIM_K), made.stored(), 0.125, None, None)
+    monkeypatch.setattr(cpu, "LANES", 3)
+    monkeypatch.setattr(cpu, "_cores", lambda: cores)
+    monkeypatch.setattr(cpu._THREAD, "lanes", None)
+    before = mx.default_stream(mx.cpu)
+
+    out = answer_of(made)
+
+    assert mx.allclose(out, expected, atol=1e-5)
+    assert mx.default_stream(mx.cpu) == before
+    assert len(cpu._lanes()) == lanes
+
+
+def test_every_thread_of_python_has_streams_of_its_own() -> None:
+    """MLX refuses a stream that another thread has made; engines are replaced by others in one process."""
+    expected = answer_of(row("turbo4v4", 200, Direct(cpu)))
+    found: list[npt.NDArray[np.float32]] = []
+
+    for _ in range(3):
+        thread = threading.Thread(
+            target=lambda: found.append(np.array(answer_of(row("turbo4v4", 200, Direct(cpu)))))
+        )
+        thread.start()
+        thread.join()
+
+    assert len(found) == 3
+    assert all(np.array_equal(each, np.array(expected)) for each in found)
