@@ -5,9 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from daemon.cache.side import written
-
-_LEAST_SLACK = 8  # tiles
-_PLACES = 4  # that a layer can have among those that grow at different times
+from daemon.policy.budget import spare_tiles
 
 
 def put(tiles: mx.array | None, new: mx.array, at: int, place: int) -> mx.array:
@@ -17,16 +15,7 @@ def put(tiles: mx.array | None, new: mx.array, at: int, place: int) -> mx.array:
     """
     end = at + new.shape[1]
     if tiles is None or end > tiles.shape[1]:
-        shape = (new.shape[0], end + _slack(end, place) - at, new.shape[2])
+        shape = (new.shape[0], end + spare_tiles(end, place) - at, new.shape[2])
         spare = mx.zeros(shape, dtype=mx.uint32)
         tiles = spare if tiles is None else mx.concatenate([tiles[:, :at], spare], axis=1)
     return written(tiles, new, at)
-
-
-def _slack(tiles: int, place: int) -> int:
-    """Return for how many more than *tiles* to make room: about a quarter of them, by the layer's place.
-
-    A part of a model's layers grow in one step: all at once need twice the memory for a moment, and one by one make
-    every fold another graph for CUDA to prepare.
-    """
-    return max(_LEAST_SLACK, tiles // 4) * (_PLACES + place % _PLACES) // (_PLACES + 2)

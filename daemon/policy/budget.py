@@ -17,6 +17,9 @@ from daemon.policy.schemes import FP16, Codec, Scheme
 _EXACT = Scheme(FP16, FP16)
 EXACT_BYTES = 2  # of one value in a 16-bit cache
 
+_LEAST_SPARE, _MOST_SPARE = 8, 32  # tiles
+_PLACES = 4  # that a layer can have among those that grow at different times
+
 
 @dataclass(frozen=True, slots=True)
 class KvCost:
@@ -71,6 +74,31 @@ def kv_bytes(
     return sequences * sum(
         _layer_bytes(plan, layer, context_tokens, value_bytes) for plan, layer in pairs
     )
+
+
+def spare_tiles(tiles: int, place: int = _PLACES - 1) -> int:
+    """Return for how many more than *tiles* a buffer makes room when it grows to that; the most without a *place*.
+
+    Growing copies the history, so it must be rare beside the steps that read it; some thousand tokens are rare
+    enough at any length. *place* is the layer's number: a part of a model's layers grow in one step, because all
+    at once need twice the memory for a moment, and one by one make every fold another graph for CUDA to prepare.
+    """
+    spare = min(max(_LEAST_SPARE, tiles // 4), _MOST_SPARE)
+    return spare * (_PLACES + place % _PLACES) // (_PLACES + 2)
+
+
+def spare_bytes(policy: ResolvedPolicy, arch: Architecture, *, context_tokens: int) -> int:
+    """Return what the room in the tiles of one sequence may take that its *context_tokens* do not fill."""
+    total = 0.0
+    for plan, layer in zip(policy.layers, arch.layers, strict=True):
+        if layer.window is not None or layer.kind in (LayerKind.RECURRENT, LayerKind.SHARED):
+            continue
+        kept = min(context_tokens, plan.token_budget or context_tokens)
+        sides = (plan.effective.k, layer.head_dim_k), (plan.effective.v, layer.head_dim_v)
+        vectors = sum(codec.vector_bytes(dim) for codec, dim in sides if codec != FP16)
+        tokens = spare_tiles(-(-kept // TILE_TOKENS)) * TILE_TOKENS
+        total += tokens * layer.n_kv_heads * vectors
+    return round(total)
 
 
 def weights_bytes(folder: Path) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from daemon.policy.architecture import Architecture, Layer, LayerKind
-from daemon.policy.budget import EXACT_BYTES, kv_bytes, longest_context
+from daemon.policy.budget import EXACT_BYTES, kv_bytes, longest_context, spare_bytes
 from daemon.policy.resolved import ResolvedPolicy
 from daemon.policy.schemes import FP16
 
@@ -139,7 +139,7 @@ def sequence_cost(
     @functools.cache  # asked at every step of the engine, for a few lengths
     def of_whole(tokens: int) -> int:
         cache = kv_bytes(policy, arch, context_tokens=tokens, value_bytes=value_bytes)
-        return cache + tokens * unpacked
+        return cache + spare_bytes(policy, arch, context_tokens=tokens) + tokens * unpacked
 
     def cost(tokens: int) -> int:
         return of_whole(-(-tokens // GROWTH_TOKENS) * GROWTH_TOKENS)

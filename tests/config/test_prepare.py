@@ -222,16 +222,16 @@ def test_a_budget_for_caches_must_hold_one_sequence_and_the_hint_says_which_woul
 ) -> None:
     make_model(tmp_path / "m")
     with pytest.raises(ConfigError) as caught:
-        ask("chat: {model: m, port: 1, kv: {budget: 1MiB}}")
+        ask("chat: {model: m, port: 1, kv: {budget: 4MiB}}")
     (problem,) = caught.value.problems
     assert problem.path == "servers.chat.kv.budget"
-    assert problem.message.startswith("1.0 MiB hold no sequence of max_context 4096 tokens")
+    assert problem.message.startswith("4.0 MiB hold no sequence of max_context 4096 tokens")
     assert problem.hint is not None
     fitting = int(problem.hint.rpartition(" ")[2])
-    line = f"chat: {{model: m, port: 1, max_context: {fitting}, kv: {{budget: 1MiB}}}}"
+    line = f"chat: {{model: m, port: 1, max_context: {fitting}, kv: {{budget: 4MiB}}}}"
     claim = ask(line).servers["chat"].claim
     assert claim is not None
-    assert claim.most_kv_bytes == 2**20
+    assert claim.most_kv_bytes == 2**22
 
 
 def test_a_budget_for_caches_is_live_and_so_is_that_of_the_machine(
