@@ -245,6 +245,13 @@ class Site:
                 os.kill(pid, signal.SIGKILL)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _interrupts_reach_what_is_started() -> None:
+    """A suite that runs in the background of a shell ignores SIGINT, and so would every program that it starts."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
     site = Site(tmp_path)
