@@ -22,6 +22,7 @@ from mlx_lm.models.base import create_causal_mask
 
 from daemon.cache.joined import Joined, join
 from daemon.cache.row import Row
+from daemon.kernels.backend import computed
 from daemon.kernels.case import Attend
 from daemon.kernels.rotation import Side
 
@@ -376,12 +377,11 @@ class BatchCache(_Cache):
 def _offsets(lengths: tuple[int, ...], grown: int) -> mx.array:
     """Return *lengths*, each *grown* by some, int32: made once for all layers of a step.
 
-    It is computed, and part of a longer array: on CUDA, what comes from the host and what has up to 8 bytes are in memory
-    that a GPU reads over PCIe, in every layer.
+    It is part of a longer array: on CUDA, what has up to 8 bytes is in memory that a GPU reads over PCIe, in every layer.
     """
     numbers = [length + grown for length in lengths]
     padded = mx.array(numbers + [0] * max(0, _LEAST_OFFSETS - len(numbers)), dtype=mx.int32)
-    return (padded + mx.zeros_like(padded))[: len(numbers)]
+    return computed(padded)[: len(numbers)]
 
 
 def causal(n: int, offset: int, **options: Any) -> mx.array:

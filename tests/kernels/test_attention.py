@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from daemon.kernels import attention, proof, reference
 from daemon.kernels.attention import Attention
-from daemon.kernels.backend import Choice, backend_of
+from daemon.kernels.backend import Choice, backend_of, computed
 from daemon.kernels.case import Case
 from daemon.kernels.stored import RawSide
 from daemon.policy.schemes import parse_scheme
@@ -155,3 +156,19 @@ def test_kernels_are_not_asked_for_prompts_nor_where_nothing_is_packed() -> None
         assert mx.array_equal(given.run(attending), given.run(reference))
 
     assert kernels.calls == []
+
+
+def test_what_is_computed_leaves_the_hosts_memory() -> None:
+    """A sum takes the memory of its first term: the other way around nothing would move."""
+
+    def place(array: mx.array) -> int:
+        mx.eval(array)
+        address: int = np.array(array, copy=False).__array_interface__["data"][0]
+        return address
+
+    given = mx.array(np.arange(4096, dtype=np.int32))
+    before = place(given)
+    moved = computed(given)
+    del given
+    assert place(moved) != before
+    assert moved.tolist() == list(range(4096))

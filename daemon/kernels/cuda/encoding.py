@@ -7,6 +7,7 @@ from functools import cache
 import mlx.core as mx
 
 from daemon.kernels import codebook, codec, order, rotation
+from daemon.kernels.backend import computed
 from daemon.kernels.cuda import rounding, sources
 from daemon.kernels.cuda.launch import words_of
 from daemon.kernels.packing import TILE, TileLayout
@@ -60,4 +61,4 @@ def numbers(kind: Codec, dim: int) -> mx.array:
 @cache
 def _signs(dim: int, side: Side) -> mx.array:
     signs = rotation.signs(dim, side)
-    return signs + mx.zeros_like(signs)  # in the GPU's own memory
+    return computed(signs)

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from daemon.kernels import codebook, rotation
+from daemon.kernels.backend import computed
 from daemon.kernels.cuda import angles, sources
 from daemon.kernels.cuda.plan import FastShape
 from daemon.kernels.keys import KeyTransform
@@ -73,9 +74,8 @@ class Variant:
 
 
 def on_device(numbers: np.ndarray[Any, Any]) -> mx.array:
-    """Return *numbers* in memory of the GPU's own: what is made from the host's data is in memory that both share."""
-    array = mx.array(numbers)
-    return mx.zeros_like(array) + array  # in this order: a sum takes the memory of its first term
+    """Return *numbers* in memory of the GPU's own."""
+    return computed(mx.array(numbers))
 
 
 # By identity: hashing a layout at every call would cost more than the rest of it.

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from daemon.kernels import codebook
+from daemon.kernels.backend import computed
 from daemon.kernels.cuda import sources
 
 _THREADS = 256
@@ -46,5 +47,4 @@ def closest(u: mx.array, bits: float, stretches: tuple[float, ...]) -> tuple[mx.
 def numbers(bits: float, dim: int, stretches: tuple[float, ...]) -> mx.array:
     """Return what kernels that round need: stretches, centroids and thresholds, float32, in the GPU's own memory."""
     parts = (stretches, codebook.centroids(bits, dim), codebook.thresholds(bits, dim))
-    made = mx.array(np.concatenate(parts).astype(np.float32))
-    return made + mx.zeros_like(made)
+    return computed(mx.array(np.concatenate(parts).astype(np.float32)))
