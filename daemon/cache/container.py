@@ -20,6 +20,7 @@ import mlx.core as mx
 import numpy as np
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, TypeAdapter, ValidationError
 
+from daemon.cache.side import dtype_name
 from daemon.errors import SnapshotError
 
 FORMAT = "tqd-kv"
@@ -57,7 +58,7 @@ def write(path: Path, description: Mapping[str, Any], arrays: Mapping[str, mx.ar
     offset = 0
     for name, array in arrays.items():
         header[name] = {
-            "dtype": _DTYPES[_dtype_name(array)][0],
+            "dtype": _DTYPES[dtype_name(array)][0],
             "shape": list(array.shape),
             "data_offsets": [offset, offset + array.nbytes],
         }
@@ -199,7 +200,7 @@ def _header_bytes(header: Mapping[str, Any]) -> bytes:
 
 
 def _bytes(array: mx.array) -> bytes:
-    plain = array.view(mx.uint16) if _dtype_name(array) == "bfloat16" else array
+    plain = array.view(mx.uint16) if dtype_name(array) == "bfloat16" else array
     return np.array(plain).tobytes()
 
 
@@ -207,10 +208,6 @@ def _array(data: bytes, entry: _Entry) -> mx.array:
     kind = _DTYPES[_MLX_NAMES[entry.dtype]][1]
     plain = mx.array(np.frombuffer(data, dtype=kind).reshape(entry.shape))
     return plain.view(mx.bfloat16) if entry.dtype == "BF16" else plain
-
-
-def _dtype_name(array: mx.array) -> str:
-    return str(array.dtype).rsplit(".", 1)[-1]
 
 
 @contextmanager

@@ -8,19 +8,21 @@ copied when one joins or leaves.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from itertools import groupby
+from operator import attrgetter
 
 import mlx.core as mx
 
 from daemon.cache.row import Row
+from daemon.cache.side import dtype_name
 from daemon.kernels.attention import Attention
 from daemon.kernels.case import Case, key_mean
-from daemon.kernels.packing import TILE
-from daemon.kernels.stepping import Leaving, Span, Stepper
+from daemon.kernels.stepping import Leaving, Span, Stepper, no_tiles
 from daemon.kernels.stored import RawSide
 
 Fresh = tuple[mx.array, mx.array]
+
+_N_TILES = attrgetter("n_tiles")
 
 
 class Joined:
@@ -58,7 +60,7 @@ class Joined:
             for row, length, gone in zip(rows, self._lengths, left, strict=True)
         )
         self._left = [index for index, gone in enumerate(left) if gone]
-        self._tiles = [_nothing() if row.tiles is None else row.tiles for row in rows]
+        self._tiles = [no_tiles() if row.tiles is None else row.tiles for row in rows]
         self._due = [
             row.folds_at - length for row, length in zip(rows, self._lengths, strict=True)
         ]  # how many tokens each has got when the next one makes tokens leave its tail
@@ -137,13 +139,13 @@ class Joined:
         leaving = [
             self._leaving(index) for index, due in enumerate(self._due) if due <= self._grown
         ]
-        for _, some in groupby(sorted(leaving, key=_n_tiles), key=_n_tiles):
+        for _, some in groupby(sorted(leaving, key=_N_TILES), key=_N_TILES):
             together = tuple(some)
             tiles = self._stepper.fold(self._plain, together)
             for at, each in enumerate(together):
                 row, span = rows[each.row], self._spans[each.row]
                 end = max(span.packed_to, self._sinks) + each.tokens
-                self._tiles[each.row] = _nothing()  # or writing to them would be copying them
+                self._tiles[each.row] = no_tiles()  # or writing to them would be copying them
                 row.take_tiles(tiles[at], end)
                 assert row.tiles is not None
                 self._tiles[each.row] = row.tiles
@@ -245,7 +247,7 @@ def join(
     if not isinstance(attention, Attention) or not attention.steps:
         return None
     slots = first.sink_tokens + first.tail_tokens + first.fold_tokens
-    name = str(queries.dtype).rsplit(".", 1)[-1]
+    name = dtype_name(queries)
     if not all(_fits(row, first, slots, name) for row in rows):
         return None
     layout = first.layout
@@ -304,13 +306,3 @@ def _laid_out(row: Row, slots: int) -> mx.array:
     stored = row.stored()
     sides = mx.stack([stored.k.joined(), stored.v.joined()])
     return mx.pad(sides, [(0, 0), (0, 0), (0, slots - sides.shape[2]), (0, 0)])[None]
-
-
-def _n_tiles(leaving: Leaving) -> int:
-    return -(-(leaving.first + leaving.tokens) // TILE)
-
-
-@cache
-def _nothing() -> mx.array:
-    """Return what stands for the tiles of a row that has none."""
-    return mx.zeros((1, 1, 16), dtype=mx.uint32)

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from daemon.kernels.packing import TILE
 from daemon.kernels.stored import RawSide
 from daemon.policy.schemes import FP16, Codec
 
 RAW_STEP = 256  # tokens by which a side in full precision grows: mlx-lm's own step
-TAIL_STEP = (
-    32  # tokens for which a tail gets room, so that not every one of them makes a new array of all
-)
 
 
 def dtype_name(array: mx.array) -> str:
@@ -185,8 +183,10 @@ class FullPrecision:
             return
         old, count = self._tail_in_use(), self._tail_count + added
         parts = [x] if old is None else [old, x]
-        if added < TAIL_STEP:  # as tokens are decoded; a prompt is packed before long
-            parts.append(mx.zeros((x.shape[0], TAIL_STEP, x.shape[2]), dtype=x.dtype))
+        if (
+            added < TILE
+        ):  # as tokens are decoded, not each with a new array; a prompt is packed before long
+            parts.append(mx.zeros((x.shape[0], TILE, x.shape[2]), dtype=x.dtype))
         self._set_tail(parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=1))
         self._tail_count = count
 

@@ -25,9 +25,8 @@ from daemon.kernels.rotation import Side
 from daemon.kernels.stored import Stored
 from daemon.policy.schemes import FP16, Codec
 
-BLOCK_VALUES = (
-    2**19
-)  # of one side in one block: 2 MB in float32; smaller ones cost more in calls than they save
+# of one side in one block: 2 MB in float32; smaller ones cost more in calls than they save
+BLOCK_VALUES = 2**19
 
 LANES = 2  # streams that long rows are divided over: more have not been tried
 

@@ -11,7 +11,7 @@ from daemon.errors import first_line
 from daemon.kernels import encode, proof, reference
 from daemon.kernels.case import Case
 from daemon.kernels.packing import TILE
-from daemon.kernels.stepping import Leaving, Span, Stepping
+from daemon.kernels.stepping import Leaving, Span, Stepping, no_tiles
 from daemon.kernels.stored import RawSide, Stored
 
 _LEFT = 3  # slots of tokens that have left
@@ -80,7 +80,7 @@ def sample(case: Case, rows: int) -> Sample:
         queries=mx.random.normal(shape, key=mx.random.key(rows)).astype(case.dtype),
         fresh=(mx.stack([k for k, _ in last]), mx.stack([v for _, v in last])),
         plain=mx.stack([_plain(row) for row in made]),
-        tiles=[row.tiles if row.tiles is not None else _nothing() for row in made],
+        tiles=[row.tiles if row.tiles is not None else no_tiles() for row in made],
         spans=tuple(
             Span(row.length, row.packed_from, row.packed_to, row.dropped, _left(row))
             for row in made
@@ -141,7 +141,3 @@ def _encoded(given: Sample, plain: mx.array, leaving: Leaving) -> mx.array:
 def _rows(stepping: Stepping, room: int) -> int:
     """Return the fewest rows that are served by the kernel that has *room*, if they are ragged."""
     return max(next(n for n in count(1) if stepping.room_for(n) == room), min(room, _FEWEST))
-
-
-def _nothing() -> mx.array:
-    return mx.zeros((1, 1, 16), dtype=mx.uint32)

@@ -8,13 +8,14 @@ row's tiles are an array of their own, as long as the row needs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
 from daemon.kernels.case import Case
 from daemon.kernels.keys import KeyTransform
-from daemon.kernels.packing import TileLayout
+from daemon.kernels.packing import TILE, TileLayout
 
 
 class Span(NamedTuple):
@@ -43,6 +44,17 @@ class Leaving(NamedTuple):
     first: int
     tokens: int
     position: int
+
+    @property
+    def n_tiles(self) -> int:
+        """Tiles that they come to lie in."""
+        return -(-(self.first + self.tokens) // TILE)
+
+
+@cache
+def no_tiles() -> mx.array:
+    """Return what stands for the tiles of a row that has none."""
+    return mx.zeros((1, 1, 16), dtype=mx.uint32)
 
 
 class Stepper(Protocol):

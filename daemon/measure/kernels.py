@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from daemon.kernels import codec, encode, packing
 from daemon.kernels.attention import Attention, on_this_device
-from daemon.kernels.backend import Choice
+from daemon.kernels.backend import Choice, backend_of_device
 from daemon.kernels.case import Case
 from daemon.kernels.packing import TILE, Packed, TileLayout
 from daemon.kernels.stored import RawSide, Stored
@@ -238,7 +238,7 @@ def _microseconds(calls: Callable[[], list[mx.array]]) -> float:
 
 
 def _on_cpu() -> bool:
-    return bool(mx.default_device() == mx.Device(mx.cpu))
+    return backend_of_device() == "cpu"
 
 
 def _device() -> str:

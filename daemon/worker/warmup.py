@@ -11,8 +11,7 @@ import time
 from dataclasses import dataclass, field
 from functools import partial
 
-import mlx.core as mx
-
+from daemon.kernels.backend import backend_of_device
 from daemon.policy.claim import PREFILL_CHUNK
 from daemon.worker.model import LoadedModel, Progress
 from daemon.worker.requests import GenerationRequest, Sampling
@@ -31,7 +30,7 @@ class _Sequence:
 
 def compiles_at_first_use() -> bool:
     """Return whether MLX compiles kernels here while it runs; on a CPU it brings nearly all of them along."""
-    return mx.default_device() != mx.Device(mx.cpu)
+    return backend_of_device() != "cpu"
 
 
 def warm_up(loaded: LoadedModel, max_concurrent: int, progress: Progress) -> None:

@@ -151,7 +151,7 @@ def scan(
     mean = _scan_mean(stored) if k_packed else _no_mean()
     shared = plan.scan_shared_bytes(layout.dim_k, layout.dim_v, mean.width)
     blocks = plan.scan_blocks(grouped, length)
-    splits = plan.scan_splits(1, n_kv, blocks, stored.length)
+    splits = plan.scan_splits(n_kv, blocks, stored.length)
     inputs = [
         queries,
         _rotated(queries, stored) if k_packed else _nothing(mx.float32),

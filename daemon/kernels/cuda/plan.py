@@ -94,9 +94,9 @@ def scan_blocks(grouped: int, queries: int) -> int:
     return -(-grouped * queries // SCAN_ROWS)
 
 
-def scan_splits(rows: int, n_kv_heads: int, blocks: int, length: int) -> int:
+def scan_splits(n_kv_heads: int, blocks: int, length: int) -> int:
     """Return into how many parts the tokens of a head go in the general kernel."""
-    return max(1, min(MULTIPROCESSORS // (rows * n_kv_heads * blocks), -(-length // TILE)))
+    return max(1, min(MULTIPROCESSORS // (n_kv_heads * blocks), -(-length // TILE)))
 
 
 def scan_shared_bytes(dim_k: int, dim_v: int, mean_width: int) -> int:

@@ -58,7 +58,7 @@ class CudaStepper:
     def fold(self, plain: mx.array, leaving: tuple[Leaving, ...]) -> mx.array:
         """Return the tiles of tokens that leave *plain*, in one node."""
         layer, layout, dim = self.layer, self.layer.layout, self.layer.layout.dim_k
-        tiles = -(-(leaving[0].first + leaving[0].tokens) // TILE)
+        tiles = leaving[0].n_tiles
         (out,) = self._folding(plain.dtype)(
             inputs=[
                 plain, launch.words_of(leaving), layer.constants,
