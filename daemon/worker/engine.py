@@ -269,10 +269,12 @@ class MlxEngine:
                     case _Stop():
                         return
             delivery = scheduler.step()
-            self._deliver(delivery)
+            ended = any(events[-1].finish is not None for events in delivery.values())
             now = time.monotonic()
-            due = now - published >= STATS_EVERY_S
+            due = ended or now - published >= STATS_EVERY_S
+            # before the tokens are handed over: who has an answer finds all of it counted
             self._publish(scheduler, measured=due)
+            self._deliver(delivery)
             if due:
                 published = now
 
