@@ -7,6 +7,7 @@ in the server's `env:` block:
     STUB_LOAD_S=seconds   how long loading takes
     STUB_EXIT_AFTER_S=s   exits with 1 that long after it was ready
     STUB_DRAIN_S=seconds  how long the running requests take to finish
+    STUB_DRAIN_UNTIL=path they finish when there is such a file
     STUB_BEAT_S=seconds   how often it says a snapshot
     STUB_PROMISED=bytes   the memory that its running requests may still come to use
 
@@ -24,6 +25,7 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import ClassVar
 
 ORDERS = dict(os.environ)  # noqa: TID251 - a child has nothing else to go by
@@ -71,6 +73,8 @@ def finish(code: int) -> None:
 def drain() -> None:
     State.draining = True
     time.sleep(float(ORDERS.get("STUB_DRAIN_S", "0")))
+    while "STUB_DRAIN_UNTIL" in ORDERS and not Path(ORDERS["STUB_DRAIN_UNTIL"]).exists():
+        time.sleep(0.02)
     finish(0)
 
 

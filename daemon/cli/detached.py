@@ -40,7 +40,7 @@ def start_daemon(config: Path, state: StateDir, timeout_s: float) -> None:
         )
     client = Client(state)
     if _until(lambda: client.running() or process.poll() is not None, timeout_s):
-        if client.running():
+        if process.poll() is None or client.running():
             return
         error = TqdError(words.read_text(errors="replace").strip().removeprefix("tqd: "))
         error.exit_code = process.returncode

@@ -25,7 +25,8 @@ from daemon.supervisor.files import read_json, write_private
 # A worker drains for at most ten seconds after the lease has ended.
 LEASE_DRAIN_S = 12.0
 POLL_S = 0.1
-SAME_START_S = 1.0  # psutil derives start times from the wall clock on some systems
+# Start times are told against the moment of booting, in whole seconds of a wall clock that is corrected now and then.
+SAME_START_S = 2.5
 
 
 @dataclass(frozen=True, slots=True)

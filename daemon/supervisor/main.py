@@ -159,8 +159,8 @@ class _Daemon:
                 tasks.create_task(self._gauge.run(), name="gauge"),
                 *(tasks.create_task(self._see_out(it), name="left-over") for it in self._earlier),
             ]
-            await control.serve()
             endpoint = await self._open_status(daemon)
+            await control.serve()  # last: whoever gets an answer here finds the rest open
             self._notifier.ready()
             await reconciling
             for task in background:

@@ -51,6 +51,7 @@ class _Job:
     event: plan.Event
     wanted: Wanted | None = None
     done: asyncio.Future[None] | None = None
+    taken: Callable[[], None] = lambda: None
 
 
 class Reconciler:
@@ -108,10 +109,18 @@ class Reconciler:
         servers = self.fleet.servers.items()
         return {name: self._sections[name, server.spec_hash] for name, server in servers}
 
-    async def submit(self, event: plan.Event, wanted: Wanted | None = None) -> None:
-        """Put *event* in the queue and wait until it is dealt with; *wanted* is in force from then on."""
+    async def submit(
+        self,
+        event: plan.Event,
+        wanted: Wanted | None = None,
+        taken: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Put *event* in the queue and wait until it is dealt with; *wanted* is in force from then on.
+
+        *taken* is called at the moment when the fleet changes: what it writes down is never seen without the change.
+        """
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._put(_Job(event, wanted, done))
+        self._put(_Job(event, wanted, done, taken))
         await done
 
     async def run(self) -> None:
@@ -159,6 +168,7 @@ class Reconciler:
             self.wanted = job.wanted
             self._sections |= {(it.name, it.spec_hash): it for it in job.wanted.servers.values()}
         self.fleet, effects = plan.step(before, job.event, self._clock())
+        job.taken()
         if job.wanted is not None:
             kept = plan.sections(self.fleet)
             self._sections = {key: it for key, it in self._sections.items() if key in kept}

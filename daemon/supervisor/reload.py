@@ -162,7 +162,7 @@ class Configuration:
         """Start what `read_first` has found."""
         faults = self.status.problems
         steps = differ.diff({}, self._applied.servers)
-        self._concluded(await self._apply(self._applied, {}, steps))
+        self._concluded(await self._apply(self._loaded, self._applied, {}, steps))
         if faults:
             self.status = replace(self.status, state="stale", hash_on_disk=None, problems=faults)
             self._log.error("config.stale", problems=[str(it) for it in faults])
@@ -380,9 +380,8 @@ class Configuration:
             self._reserve_addresses(loaded, edits.to_run(edit.steps, self._desired_of))
         except ConfigError as error:
             return self._refuse(error.problems)
-        self._loaded = loaded
         try:
-            return await self._apply(edit.prepared, self._applied.servers, edit.steps)
+            return await self._apply(loaded, edit.prepared, self._applied.servers, edit.steps)
         except Exception as error:  # noqa: BLE001 - a defect of ours must not end what runs
             return self._refuse(self._failed(error))
 
@@ -400,11 +399,15 @@ class Configuration:
             raise ConfigError(problems)
 
     async def _apply(
-        self, prepared: Prepared, before: edits.Servers, steps: Sequence[differ.Step]
+        self,
+        loaded: Loaded,
+        prepared: Prepared,
+        before: edits.Servers,
+        steps: Sequence[differ.Step],
     ) -> Conclusion:
-        """Put *prepared* in force in the place of *before*, by *steps*."""
+        """Put *prepared*, which is what *loaded* means, in force in the place of *before*, by *steps*."""
         changes = edits.changes(steps, before, prepared.servers, self._desired_of)
-        await self._submit(prepared, changes)
+        await self._submit(prepared, changes, taken=lambda: self._in_force(loaded, prepared))
         self._sockets.settle()
         self._desired.forget(before.keys() - prepared.servers.keys())
         saved = await asyncio.to_thread(
@@ -412,6 +415,16 @@ class Configuration:
         )
         if not saved:
             self._log.warning("config.not_saved", path=str(self._state.last_good))
+        if prepared.warnings:
+            self._log.warning("config.loaded", warnings=list(self.status.warnings))
+        self._log.info("plan.applied", steps=[str(step) for step in steps])
+        return Conclusion(
+            "applied", self.status.generation, tuple(steps), warnings=prepared.warnings
+        )
+
+    def _in_force(self, loaded: Loaded, prepared: Prepared) -> None:
+        """Say that *loaded* is in force; in the same moment in which the servers are those of *prepared*."""
+        self._loaded = loaded
         self.status = replace(
             self.status,
             state="applied",
@@ -423,20 +436,18 @@ class Configuration:
             warnings=tuple(map(str, prepared.warnings)),
             pending=(),
         )
-        if prepared.warnings:
-            self._log.warning("config.loaded", warnings=list(self.status.warnings))
-        self._log.info("plan.applied", steps=[str(step) for step in steps])
-        return Conclusion(
-            "applied", self.status.generation, tuple(steps), warnings=prepared.warnings
-        )
 
     async def _submit(
-        self, prepared: Prepared, changes: tuple[plan.Remove | plan.Put | plan.Adjust, ...]
+        self,
+        prepared: Prepared,
+        changes: tuple[plan.Remove | plan.Put | plan.Adjust, ...],
+        taken: Callable[[], None] = lambda: None,
     ) -> None:
         self._applied = prepared
         daemon = prepared.daemon
         event = plan.Apply(changes, daemon.max_parallel_loads, prepared.budget_bytes)
-        await self._reconciler.submit(event, Wanted(prepared.servers, daemon, prepared.machine))
+        wanted = Wanted(prepared.servers, daemon, prepared.machine)
+        await self._reconciler.submit(event, wanted, taken)
         self._adopted(daemon)
 
     def _desired_of(self, server: PreparedServer) -> Desired:

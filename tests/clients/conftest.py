@@ -63,7 +63,10 @@ def serve_fake(script: Script, **server: Any) -> Iterator[LiveWorker]:
 def serve_real(folder: Path) -> Iterator[LiveWorker]:
     """Run a worker process on the demo model, as the supervisor does."""
     spec = worker_spec(api_key="test-key", max_concurrent=4)
-    with child(spec.model_copy(update={"model_path": str(folder)}), REAL) as worker:
+    # how its keys are calibrated is nothing to a client, and takes a slow machine a minute
+    kv = spec.kv.model_copy(update={"calibration": "none"})
+    spec = spec.model_copy(update={"model_path": str(folder), "kv": kv})
+    with child(spec, REAL) as worker:
         worker.until(Ready)
         channel = threading.Thread(target=drained, args=(worker,))
         channel.start()
@@ -95,5 +98,5 @@ def live_worker(request: pytest.FixtureRequest) -> Iterator[LiveWorker]:
 @pytest.fixture
 def small_worker() -> Iterator[LiveWorker]:
     """A worker with one place and no queue."""
-    with serve_fake(Script(step_s=0.001), max_concurrent=1, queue=0) as worker:
+    with serve_fake(Script(step_s=0.05), max_concurrent=1, queue=0) as worker:
         yield worker

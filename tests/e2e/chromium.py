@@ -16,7 +16,7 @@ from typing import Any, Self
 import aiohttp
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-LONGEST_WAIT_S = 30.0
+LONGEST_WAIT_S = 60.0
 SOON_S = 0.05
 FLAGS = (
     "--headless=new",

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,14 +21,15 @@ import yaml
 from click.testing import CliRunner, Result
 
 from daemon.cli.main import main
-from daemon.errors import DaemonUnreachableError
 from daemon.ops.document import ServerStatus
 from daemon.paths import StateDir
 from daemon.supervisor.client import Client
+from tests.free_ports import free_port, is_free
 
 ROOT = Path(__file__).parents[2]
 STUB = ROOT / "tests" / "stub_worker.py"
-LONGEST_WAIT_S = 20.0  # nothing here takes a second on an idle machine
+LONGEST_WAIT_S = 60.0  # nothing here takes a second on an idle machine; only a hang takes that long
+LONGEST_LOAD_S = 240.0  # a real worker imports MLX
 
 # Everything that a daemon waits for, short.
 QUICK = {
@@ -45,20 +45,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.e2e)
 
 
-GIVEN: set[int] = set()
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on and that was not returned before."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        if port not in GIVEN:
-            GIVEN.add(port)
-            return port
-
-
 def until(condition: Callable[[], Any], what: str, limit_s: float = LONGEST_WAIT_S) -> Any:
     """Return what *condition* returns as soon as that is true."""
     end = time.monotonic() + limit_s
@@ -72,20 +58,10 @@ def until(condition: Callable[[], Any], what: str, limit_s: float = LONGEST_WAIT
 
 def get(port: int) -> tuple[int, dict[str, Any], Mapping[str, str]]:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=30) as answer:
             return answer.status, json.loads(answer.read()), answer.headers
     except urllib.error.HTTPError as answer:
         return answer.code, json.loads(answer.read()), answer.headers
-
-
-def is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True
 
 
 class Site:
@@ -182,7 +158,7 @@ class Site:
             env=self.environment,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=2 * LONGEST_WAIT_S,
             check=False,
         )
 
@@ -214,35 +190,64 @@ class Site:
             pids[name] = self.is_in(name, "ready")["pid"]
         return pids
 
+    def loaded(self, name: str, launch: int = 1) -> ServerStatus:
+        """Wait until server *name* is ready, with a real worker, for the time of its so-manieth *launch*."""
+        return until(
+            lambda: (it := self.server(name))["state"] == "ready" and it["launch"] == launch and it,
+            f"launch {launch} of {name} is ready",
+            LONGEST_LOAD_S,
+        )
+
     def applied(self, generation: int) -> None:
         until(lambda: self.config()["generation"] >= generation, f"edit {generation} is applied")
 
-    def workers(self) -> dict[int, str]:
-        """Return every stub worker of this site that lives, whoever its parent is: pid → server."""
+    def processes(self) -> dict[psutil.Process, dict[str, str]]:
+        """Return what lives of this site, whoever its parent is, and the environment it was started in."""
         found = {}
-        for process in psutil.process_iter():
+        # not `process_iter`: that remembers processes whose pids are others' by now
+        for pid in psutil.pids():
             try:
-                command = process.cmdline()
-                if str(STUB) in command and process.status() != psutil.STATUS_ZOMBIE:
-                    environ = process.environ()
-                    if environ.get("SITE") == str(self.folder):
-                        found[process.pid] = environ.get("STUB_NAME", "?")
-            except psutil.Error:
+                process = psutil.Process(pid)
+                environ = process.environ()
+            except psutil.Error:  # gone, or a zombie
                 continue
+            if environ.get("SITE") == str(self.folder):
+                found[process] = environ
         return found
 
+    def workers(self) -> dict[int, str]:
+        """Return every stub worker of this site, whoever its parent is: pid → server.
+
+        All of them lived at one moment: one that ended while the others were looked for is left out.
+        """
+        found = {
+            process: environ["STUB_NAME"]
+            for process, environ in self.processes().items()
+            if "STUB_NAME" in environ
+        }
+        return {process.pid: name for process, name in found.items() if lives(process)}
+
     def clean(self) -> None:
-        """End whatever still runs, by pid."""
-        owners = [self.daemon.pid] if self.daemon and self.daemon.poll() is None else []
-        with contextlib.suppress(DaemonUnreachableError):
-            owners.append(self.client.status()["daemon"]["pid"])
-        for pid in set(owners):
-            os.kill(pid, signal.SIGKILL)
+        """End whatever still runs, and see it gone: what is left over slows the next test down."""
+        until(lambda: not self._killed(), "all that was started has ended")
         if self.daemon is not None:
             self.daemon.wait(LONGEST_WAIT_S)
-        for pid in self.workers():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+
+    def _killed(self) -> list[psutil.Process]:
+        """Kill what lives of this site, the daemon before its workers; return it."""
+        found = sorted(self.processes(), key=lambda process: process.create_time())
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        return found
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether *process* has not ended."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,7 +1,8 @@
-"""A real worker whose engine fails on demand, while the file $FAULT says ``raise`` or ``hang``."""
+"""A real worker whose engine fails in the middle of a request, if the file $FAULT says ``raise`` or ``hang``."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from pathlib import Path
@@ -11,19 +12,20 @@ from daemon.worker.main import main
 from daemon.worker.scheduler import Scheduler
 
 FAULT = Path(os.environ["FAULT"])  # noqa: TID251 - a child has nothing else to go by
+AFTER_STEPS = 20  # tokens have been sent by then
 
-step = Scheduler.step
+step, busy = Scheduler.step, itertools.count()
 
 
 def fail_on_demand(scheduler: Scheduler[Any]) -> Any:
-    fault = FAULT.read_text() if FAULT.exists() and not scheduler.idle else ""
-    if fault:
-        FAULT.unlink()
+    if scheduler.idle or next(busy) < AFTER_STEPS or not FAULT.exists():
+        return step(scheduler)
+    fault = FAULT.read_text()
+    FAULT.unlink()
     if fault == "raise":
         raise RuntimeError("the engine was told to fail")
-    while fault == "hang":
+    while True:
         time.sleep(1)
-    return step(scheduler)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def test_start_tells_why_a_server_failed_and_exits_with_1(site: Site) -> None:
 
 
 def test_the_supervisor_answers_503_while_a_server_backs_off(site: Site) -> None:
-    slow = {"max": 2, "window": "60s", "backoff": ["30s", "30s"], "stable_after": "30s"}
+    slow = {"max": 2, "window": "60s", "backoff": ["10m", "10m"], "stable_after": "30s"}
     port = site.add("a", stub="crash-at-load", restart=slow)
     site.write()
     site.run()
@@ -55,7 +55,7 @@ def test_the_supervisor_answers_503_while_a_server_backs_off(site: Site) -> None
 
     status, body, headers = site.get(port)
     assert status == 503
-    assert 20 <= int(headers["Retry-After"]) <= 30
+    assert headers["Retry-After"] == "30"  # as long as clients put up with
     assert body["error"]["message"].startswith("server a is backoff: exited with 1; next attempt")
     assert not site.is_free(port)
 
@@ -75,7 +75,7 @@ def test_a_worker_killed_from_outside_is_replaced_and_recorded(site: Site) -> No
 
 
 def test_a_deaf_worker_is_gone_and_its_port_free_when_stop_returns(site: Site) -> None:
-    port = site.add("a", stub="deaf", drain_timeout="300ms", stop_grace="1s")
+    port = site.add("a", stub="deaf", drain_timeout="300ms", stop_grace="3s")
     site.write()
     site.run()
     pid = site.ready()["a"]
@@ -91,15 +91,21 @@ def test_a_deaf_worker_is_gone_and_its_port_free_when_stop_returns(site: Site) -
     assert site.server("a")["last_exit"]["classified"] == "killed_after_grace"
 
 
-@pytest.mark.parametrize("stub", ["hang-at-load", "stall"])
-def test_a_worker_that_stops_moving_is_replaced(site: Site, stub: str) -> None:
-    probe = {"interval": "100ms", "stall": "500ms", "load_stall": "500ms"}
+@pytest.mark.parametrize(
+    ("stub", "probe", "code"),
+    [
+        ("hang-at-load", {"load_stall": "500ms"}, "load_stalled"),
+        ("stall", {"interval": "100ms", "stall": "500ms"}, "stalled"),
+    ],
+)
+def test_a_worker_that_stops_moving_is_replaced(
+    site: Site, stub: str, probe: dict[str, str], code: str
+) -> None:
     site.add("a", stub=stub, probe=probe)
     site.write()
     site.run()
-    failed = site.is_in("a", "failed")
-    assert failed["reason_code"] == ("load_stalled" if stub == "hang-at-load" else "stalled")
-    assert set(site.workers()) == set()
+    assert site.is_in("a", "failed")["reason_code"] == code
+    assert site.workers() == {}
 
 
 def test_a_worker_that_cannot_prove_its_launch_is_never_ready(site: Site) -> None:
@@ -325,24 +331,32 @@ def test_systemd_is_told_ready_status_watchdog_and_stopping_in_order(site: Site)
     site.add("a")
     site.write()
     path = site.folder / "notify"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
-        systemd.bind(str(path))
-        systemd.settimeout(10)
-        site.run(NOTIFY_SOCKET=str(path), WATCHDOG_USEC="400000")
-        site.ready()
-        site.signal(signal.SIGHUP)
-        site.until(lambda: site.config()["generation"] == 1, "the reload")
-        said: list[str] = []
-        while "RELOADING=1" not in said or said[-1] != "READY=1":
-            said.extend(systemd.recv(4096).decode().splitlines()[:1])
-        site.signal(signal.SIGTERM)
+    said: list[str] = []
+
+    def listen() -> None:
+        # all the time, as systemd does: what finds the queue full is not said
         while "STOPPING=1" not in said:
             said.extend(systemd.recv(4096).decode().splitlines()[:1])
-    assert said.index("READY=1") < said.index("RELOADING=1")
-    assert "WATCHDOG=1" in said
-    assert "STATUS=1 of 1 servers ready" in said
-    assert site.ended() == 0
-    assert all("NOTIFY_SOCKET" not in psutil.Process(pid).environ() for pid in site.workers())
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.bind(str(path))
+        systemd.settimeout(100)
+        listening = threading.Thread(target=listen)
+        listening.start()
+        try:
+            site.run(NOTIFY_SOCKET=str(path), WATCHDOG_USEC="400000")
+            [worker] = site.ready().values()
+            assert "NOTIFY_SOCKET" not in psutil.Process(worker).environ()
+            site.until(lambda: "STATUS=1 of 1 servers ready" in said, "the status")
+            assert "READY=1" in said
+            site.signal(signal.SIGHUP)
+            site.until(lambda: "RELOADING=1" in said, "the reload")
+            site.until(lambda: "READY=1" in said[said.index("RELOADING=1") :], "its end")
+        finally:
+            site.signal(signal.SIGTERM)
+            assert site.ended() == 0
+            listening.join()
+    assert {"WATCHDOG=1", "STOPPING=1"} <= set(said)
 
 
 def test_a_watched_status_ends_with_a_word_when_the_daemon_goes_away(site: Site) -> None:

@@ -71,9 +71,11 @@ def test_it_shows_what_runs_and_what_changes_without_a_reload_or_a_foreign_reque
     site.servers.pop("code")
     site.write()
     page.until(STATES, "code is gone", lambda found: "code" not in found)
-    events = page.evaluate("document.getElementById('events').textContent")
-    assert "late starting → loading" in events
-    assert "code removed" in events
+    page.until(
+        "document.getElementById('events').textContent",
+        "events",
+        lambda it: "late starting → loading" in it and "code removed" in it,
+    )
     page.until(
         "document.getElementById('reloads').textContent", "reloads", lambda it: "stop code" in it
     )

@@ -131,7 +131,7 @@ def by_symlink_swap(site: Site, text: str) -> None:
 
 def by_delete_and_create(site: Site, text: str) -> None:
     site.file.unlink()
-    time.sleep(1.0)
+    site.until(lambda: site.config()["state"] == "rejected", "it is seen to be gone")
     assert site.server("a")["state"] == "ready"
     site.file.write_text(text)
 
@@ -212,7 +212,8 @@ def test_two_servers_that_swap_their_ports_converge(site: Site) -> None:
 
 
 def test_a_reload_during_a_slow_drain_is_not_lost(site: Site) -> None:
-    site.add("a", env={"STUB_DRAIN_S": "1"})
+    finished = site.folder / "finished"
+    site.add("a", env={"STUB_DRAIN_UNTIL": str(finished)}, drain_timeout="10m")
     site.write()
     site.run()
     site.ready()
@@ -222,6 +223,7 @@ def test_a_reload_during_a_slow_drain_is_not_lost(site: Site) -> None:
         site.write()
         site.signal(signal.SIGHUP)
         site.until(lambda number=number: site.server("a")["labels"] == {"round": number}, "seen")
+    finished.touch()
     site.until(lambda: site.server("a")["launch"] == 2, "one restart for both")
     site.ready()
     assert site.server("a")["worker_spec_hash"] == site.server("a")["spec_hash"]

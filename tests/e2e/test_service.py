@@ -103,5 +103,5 @@ def test_under_launchd_the_daemon_keeps_its_log_itself_and_a_good_start_clears_t
     site.state.refused.write_text("{}")
     site.run("--service", "launchd")
     site.ready()
-    assert "daemon.started" in site.state.daemon_log.read_text()
+    site.until(lambda: "daemon.started" in site.state.daemon_log.read_text(), "the log is written")
     assert not site.state.refused.exists()

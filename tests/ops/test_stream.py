@@ -24,7 +24,7 @@ def visit(log: EventLog, work: Callable[[Client], Coroutine[Any, Any, None]]) ->
         app = web.Application()
         app.add_routes([web.get("/", EventStream(log).serve)])
         server = TestServer(app)
-        async with asyncio.timeout(20), TestClient(server) as client:
+        async with asyncio.timeout(60), TestClient(server) as client:
             await work(client)
 
     asyncio.run(session())

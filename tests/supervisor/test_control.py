@@ -84,10 +84,12 @@ def fake(state: StateDir) -> Iterator[FakeDaemon]:
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
-    up.wait(10)
-    yield daemon
-    done.set()
-    thread.join()
+    try:
+        assert up.wait(60)
+        yield daemon
+    finally:
+        done.set()
+        thread.join()
     assert not state.socket.exists()
 
 

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +20,13 @@ def written(path: Path, *chunks: bytes, rotation: Rotation = ROOMY) -> None:
     writer = LogWriter(rotation)
     for chunk in chunks:
         writer.write(path, chunk)
-    writer.close()
+    writer.close(60)
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for what the writer's thread does; for ever is the time limit of the suite."""
+    while not condition():
+        time.sleep(0.002)
 
 
 def test_a_tail_keeps_the_last_lines_whatever_the_chunks() -> None:
@@ -73,11 +80,10 @@ def test_a_log_that_somebody_moved_is_opened_again(tmp_path: Path) -> None:
     path = tmp_path / "a.log"
     writer = LogWriter(ROOMY)
     writer.write(path, b"1\n")
-    while not path.exists():
-        pass
+    until(path.exists)
     path.rename(tmp_path / "moved")
     writer.write(path, b"2\n")
-    writer.close()
+    writer.close(60)
     assert path.read_bytes() == b"2\n"
 
 
@@ -108,7 +114,7 @@ def test_output_that_cannot_be_written_is_counted_not_waited_for(
     writer = LogWriter(ROOMY)
     writer.write(path, b"lost")
     writer.write(tmp_path / "b.log", b"kept")
-    writer.close()
+    writer.close(60)
     assert writer.dropped_bytes(path) == 4
     assert (tmp_path / "b.log").read_bytes() == b"kept"
 
@@ -119,12 +125,11 @@ def test_a_log_says_where_output_was_lost_as_soon_as_it_can_be_written_again(
     path = no_folder(tmp_path)
     writer = LogWriter(ROOMY)
     writer.write(path, b"lost")
-    while not writer.dropped_bytes(path):
-        pass
+    until(lambda: writer.dropped_bytes(path))
     path.parent.unlink()
     writer.write(path, b"back\n")
     writer.write(path, b"more\n")
-    writer.close()
+    writer.close(60)
     marker, *lines = path.read_text().splitlines()
     assert marker.startswith("--- 4 bytes were lost near here at 20")
     assert lines == ["back", "more"]
@@ -134,11 +139,10 @@ def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "a.log"
     writer = LogWriter(ROOMY)
     writer.write(path, b"1\n")
-    while not path.exists():
-        pass
+    until(path.exists)
     shutil.rmtree(path.parent)
     writer.write(path, b"2\n")
-    writer.close()
+    writer.close(60)
     assert path.read_bytes() == b"2\n"
     assert writer.dropped_bytes(path) == 0
 
@@ -146,7 +150,7 @@ def test_a_folder_that_is_removed_is_made_again(tmp_path: Path) -> None:
 def test_a_marker_says_when(tmp_path: Path) -> None:
     writer = LogWriter(ROOMY)
     writer.mark(tmp_path / "a.log", "launch 7 pid 42 spec ab12")
-    writer.close()
+    writer.close(60)
     assert re.fullmatch(
         r"--- launch 7 pid 42 spec ab12 at \d{4}-\d\d-\d\dT[\d:.]+Z ---\n",
         (tmp_path / "a.log").read_text(),
@@ -169,7 +173,7 @@ def test_a_disk_that_hangs_holds_nobody_up(tmp_path: Path) -> None:
         writer.write(tmp_path / "a.log", b"x")
     assert writer.dropped_bytes(tmp_path / "a.log") == 2000 - 1024
     released.set()
-    writer.close()
+    writer.close(60)
     assert (tmp_path / "a.log").read_text().splitlines()[1] == "x" * 1024
 
 
@@ -178,5 +182,5 @@ def test_the_daemons_own_log_is_written_line_by_line(tmp_path: Path) -> None:
     stream = LogStream(tmp_path / "daemon.log", writer)
     stream.write("one\ntw")
     stream.write("o\nthr")
-    writer.close()
+    writer.close(60)
     assert (tmp_path / "daemon.log").read_text() == "one\ntwo\n"

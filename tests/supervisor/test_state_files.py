@@ -112,6 +112,8 @@ def test_a_left_over_is_known_by_pid_and_start_time(tmp_path: Path) -> None:
     (found,) = Register(tmp_path / "workers.json").earlier()
     assert (found.name, found.pid, found.nonce) == ("chat", process.pid, "n")
 
+    corrected = Identity("chat", process.pid, found.started + 2, "n")  # the clock was
+    assert corrected.alive()
     reused = Identity("chat", process.pid, found.started - 100, "n")
     assert not reused.alive()
 
@@ -137,15 +139,17 @@ def test_a_damaged_register_is_an_empty_one(tmp_path: Path, content: str) -> Non
     assert (register.earlier(), register.launched) == ([], {})
 
 
-@pytest.mark.parametrize(("deaf", "how"), [(False, "SIGTERM"), (True, "SIGKILL")])
+@pytest.mark.parametrize(
+    ("deaf", "grace_s", "how"), [(False, 60.0, "SIGTERM"), (True, 0.3, "SIGKILL")]
+)
 def test_a_left_over_that_stays_is_ended_politely_first(
-    monkeypatch: pytest.MonkeyPatch, deaf: bool, how: str
+    monkeypatch: pytest.MonkeyPatch, deaf: bool, grace_s: float, how: str
 ) -> None:
     monkeypatch.setattr(leftovers, "LEASE_DRAIN_S", 0.1)
     with sleeper(deaf=deaf) as process:
         started = psutil.Process(process.pid).create_time()
         identity = Identity("chat", process.pid, started, "n")
-        assert asyncio.run(see_out(identity, grace_s=0.3)) == how
+        assert asyncio.run(see_out(identity, grace_s=grace_s)) == how
 
 
 def test_a_left_over_that_goes_is_left_alone() -> None:

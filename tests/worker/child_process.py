@@ -17,7 +17,7 @@ from daemon.config.wire import Message, Ready, WorkerSpec, encode, from_worker
 ROOT = Path(__file__).parents[2]
 FAKE = ("-m", "tests.worker.fake_worker")
 REAL = ("-m", "daemon.worker")
-PATIENCE_S = 30.0  # only a hang takes that long
+PATIENCE_S = 60.0  # only a hang takes that long
 
 MessageT = TypeVar("MessageT", bound=Message)
 

@@ -32,6 +32,8 @@ class Script:
     step_s: float = 0.0
     fail_after: int | None = None
     batch: int = 1
+    held: Callable[[int], bool] = lambda tokens: False
+    """Whether a sequence stays where it is, after so many tokens."""
 
 
 class FakeGeneration:
@@ -69,6 +71,8 @@ class FakeGeneration:
             events = enumerate(self._events(script), 1)
             for batch in iter(lambda: list(itertools.islice(events, script.batch)), []):
                 await asyncio.sleep(script.step_s)
+                while script.held(batch[0][0] - 1):  # noqa: ASYNC110 - it may be another process that lets go
+                    await asyncio.sleep(0.002)
                 self._engine.generated += len(batch)
                 self._batches.put_nowait([event for _, event in batch])
                 if script.fail_after is not None and batch[-1][0] >= script.fail_after:

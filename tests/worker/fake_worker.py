@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from daemon.config.wire import WorkerSpec
 from daemon.errors import PolicyError, WorkerExit, WorkerExitError
@@ -34,9 +35,11 @@ def load(
         case "crash":
             raise ZeroDivisionError("scripted")
     progress("weights", 1.0)
-    fail_after = labels.get("fail_after")
+    fail_after, held_until = labels.get("fail_after"), labels.get("held_until")
     script = Script(
-        step_s=float(labels.get("step_s", 0)), fail_after=int(fail_after) if fail_after else None
+        step_s=float(labels.get("step_s", 0)),
+        fail_after=int(fail_after) if fail_after else None,
+        held=lambda tokens: bool(tokens and held_until and not Path(held_until).exists()),
     )
     loaded = fake_loaded(spec, FakeEngine(script, on_failure=on_failure))
     warnings = (labels["warning"],) if "warning" in labels else ()

@@ -54,16 +54,18 @@ async def test_every_series_of_requests_moves() -> None:
 
 
 async def test_running_requests_are_gauges_that_fall_again() -> None:
-    async with live_app(Script(step_s=0.01)) as app:
+    go = asyncio.Event()
+    async with live_app(Script(held=lambda _: not go.is_set())) as app:
         request = asyncio.create_task(app.chat())
         await until(lambda: app.engine.running)
         assert value(await page(app), "tqd_requests_running") == 1
+        go.set()
         await request
         assert value(await page(app), "tqd_requests_running") == 0
 
 
 async def test_a_client_that_leaves_counts_as_499() -> None:
-    async with live_app(Script(step_s=0.05)) as app:
+    async with live_app(Script(held=lambda tokens: tokens > 0)) as app:
         async with app.session.post(
             app.url + CHAT, json={"messages": HELLO, "stream": True}
         ) as answer:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,10 +57,13 @@ def test_nothing_heavy_is_imported_before_the_hello() -> None:
     assert result.stdout == b"set()\n"
 
 
-def test_drain_finishes_the_running_stream_refuses_new_requests_and_exits_with_0() -> None:
-    with ready_child(worker_spec(labels={"step_s": "0.05"})) as worker:
+def test_drain_finishes_the_running_stream_refuses_new_requests_and_exits_with_0(
+    tmp_path: Path,
+) -> None:
+    finish = tmp_path / "finish"
+    with ready_child(worker_spec(labels={"held_until": str(finish)})) as worker:
         stream = start_stream(worker, HELLO)
-        worker.send(Drain(timeout_s=20))
+        worker.send(Drain(timeout_s=60))
         refused = worker.http("GET", "/readyz")
         while refused.status == 200:
             refused.read()
@@ -68,6 +72,7 @@ def test_drain_finishes_the_running_stream_refuses_new_requests_and_exits_with_0
         assert late.status == 503
         assert json.load(late)["error"]["code"] == "server_draining"
         assert 1 <= int(late.headers["Retry-After"]) <= 30
+        finish.touch()
         assert last_data(stream.read()) == "[DONE]"
         assert worker.exit_code() == 0
 

@@ -12,8 +12,13 @@ from tests.worker.live_app import live_app, until
 
 async def test_beyond_the_queue_requests_get_429_with_retry_after() -> None:
     """B34."""
-    async with live_app(Script(step_s=0.01), max_concurrent=2, queue=3) as app:
-        answers = await asyncio.gather(*(app.chat() for _ in range(20)))
+    go = asyncio.Event()
+    script = Script(held=lambda _: not go.is_set())
+    async with live_app(script, max_concurrent=2, queue=3) as app:
+        asking = asyncio.gather(*(app.chat() for _ in range(20)))
+        await until(lambda: app.serving.counters.rejected == 20 - 2 - 3)
+        go.set()
+        answers = await asking
         refused = [answer for answer in answers if answer.status == 429]
         assert len(refused) == 20 - 2 - 3
         for answer in refused:
@@ -27,12 +32,15 @@ async def test_beyond_the_queue_requests_get_429_with_retry_after() -> None:
 
 
 async def test_choices_that_do_not_all_fit_leave_none_behind() -> None:
-    async with live_app(Script(step_s=0.05), max_concurrent=2, queue=2) as app:
+    go = asyncio.Event()
+    script = Script(held=lambda _: not go.is_set())
+    async with live_app(script, max_concurrent=2, queue=2) as app:
         first = asyncio.ensure_future(app.chat(n=2))
         await until(lambda: len(app.engine.open) == 2)
         second = await app.chat(n=3)
         assert second.status == 429
         assert len(app.engine.submitted) == 4
+        go.set()
         await first
         assert not app.engine.open
 

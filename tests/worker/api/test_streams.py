@@ -11,7 +11,7 @@ import pytest
 
 from daemon.worker.api.sse import StreamTimes
 from tests.worker.fake_engine import Script
-from tests.worker.live_app import CHAT, HELLO, TEXT, LiveApp, live_app, until
+from tests.worker.live_app import CHAT, HELLO, TEXT, Answer, LiveApp, live_app, until
 from tests.worker.small_tokenizer import byte_token, small_tokenizer
 
 BODIES = [(CHAT, {"messages": HELLO}), (TEXT, {"prompt": "The"})]
@@ -48,21 +48,33 @@ async def test_headers_leave_before_the_first_token() -> None:
 
 async def test_pings_fill_a_long_silence_before_the_first_data() -> None:
     """B20."""
-    async with live_app(Script(queued_s=0.4), times=StreamTimes(ping_s=0.05)) as app:
-        answer = await app.chat(stream=True)
-        first_data = next(i for i, frame in enumerate(answer.frames) if frame[0] != ":")
-        assert first_data >= 3
-        assert set(answer.frames[:first_data]) == {": ping"}
+    go = asyncio.Event()
+    script = Script(held=lambda _: not go.is_set())
+    async with (
+        live_app(script, times=StreamTimes(ping_s=0.01)) as app,
+        app.session.post(app.url + CHAT, json={"messages": HELLO, "stream": True}) as response,
+    ):
+        for _ in range(3):
+            assert await response.content.readuntil(b"\n\n") == b": ping\n\n"
+        go.set()
+        answer = Answer(response.status, response.headers, await response.read())
         assert answer.text == "The capital of France is Paris."
 
 
 async def test_pings_go_on_while_one_step_is_stuck() -> None:
     """B21: the timer is the event loop's, not the engine's."""
-    async with live_app(Script(step_s=0.3), times=StreamTimes(ping_s=0.05)) as app:
-        answer = await app.chat(stream=True, max_tokens=2)
-        kinds = [frame[0] for frame in answer.frames]
-        between = kinds[kinds.index("d") : -1]
-        assert between.count(":") >= 3
+    go = asyncio.Event()
+    script = Script(held=lambda tokens: tokens > 0 and not go.is_set())
+    async with (
+        live_app(script, times=StreamTimes(ping_s=0.01)) as app,
+        app.session.post(app.url + CHAT, json={"messages": HELLO, "stream": True}) as response,
+    ):
+        await until(lambda: app.engine.generated)
+        seen: list[bytes] = []
+        while seen[-3:] != [b": ping\n\n"] * 3 or not any(it[:1] == b"d" for it in seen):
+            seen.append(await response.content.readuntil(b"\n\n"))
+        go.set()
+        assert (await response.read()).endswith(b"data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
