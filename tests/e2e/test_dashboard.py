@@ -87,6 +87,42 @@ def test_it_shows_what_runs_and_what_changes_without_a_reload_or_a_foreign_reque
     assert page.complaints == []
 
 
+# Holds the answers about the history back until window.go(), and keeps what the events say.
+LATE_HISTORY = """{
+const ask = window.fetch, listen = EventSource.prototype.addEventListener;
+window.heard = "";
+window.held = new Promise(done => { window.go = done; });
+window.fetch = async (path, options) => {
+  const answer = await ask(path, options);
+  if (path === "/v1/history") { window.asked = true; await window.held; }
+  return answer;
+};
+EventSource.prototype.addEventListener = function (name, take) {
+  listen.call(this, name, event => { take(event); window.heard += name + (event.data || ""); });
+};
+}"""
+
+
+def test_what_happens_while_the_history_is_read_is_told_once(site: Site, page: Page) -> None:
+    site.add("chat")
+    page.call("Page.addScriptToEvaluateOnNewDocument", source=LATE_HISTORY)
+    visit(page, site)
+    page.until("window.asked", "the history is asked for")
+    page.until(STATES, "ready", lambda found: found == {"chat": "ready"})
+    page.evaluate("window.go(); window.held = new Promise(done => { window.go = done; }); null")
+
+    events = "[...document.querySelectorAll('#events li div')].map(it => it.textContent)"
+    page.until(events, "the history", lambda found: "chat loading → ready" in found)
+    page.evaluate("window.asked = false; source.dispatchEvent(new Event('open'))")
+    page.until("window.asked", "the history is asked for again")
+    assert site.tqd("stop", "chat").exit_code == 0
+    page.until("window.heard", "the end is told", lambda said: '"to": "stopped"' in said)
+    page.evaluate("window.go()")
+
+    found = page.until(events, "the end", lambda found: "chat draining → stopped" in found)
+    assert sorted(set(found)) == sorted(found)
+
+
 def test_a_rejected_edit_is_shown_with_its_line_until_it_is_repaired(
     site: Site, page: Page
 ) -> None:
