@@ -6,7 +6,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from daemon import paths
 
@@ -16,8 +16,10 @@ LLAMA = {
     "intermediate_size": 1024, "rms_norm_eps": 1e-5,
 }  # fmt: skip
 
-# the same examples in every run: a failure is a failure of the change that it came with
-settings.register_profile("tqd", derandomize=True, deadline=None)
+# The same examples in every run, however slow the machine: a failure is a failure of the change that it came with.
+settings.register_profile(
+    "tqd", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("tqd")
 
 MakeModel = Callable[..., Path]

@@ -21,6 +21,7 @@ from daemon.paths import StateDir
 from daemon.service.systemd import Systemd
 from daemon.service.unit import Scope
 from daemon.supervisor.last_good import LastGood
+from tests.free_ports import free_port
 
 MakeModel = Callable[..., Path]
 Doctor = Callable[..., Result]
@@ -55,12 +56,6 @@ def doctor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Doctor:
         return CliRunner().invoke(main, [*place, "doctor", *arguments])
 
     return run
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def write(folder: Path, *servers: str) -> None:

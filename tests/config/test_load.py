@@ -355,7 +355,10 @@ FRAGMENTS = st.lists(
 ).map("".join)  # fmt: skip
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=300)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    max_examples=300,
+)
 @given(text=st.one_of(FRAGMENTS, st.text()))
 @example(text='version: 1\nservers: {a: {model: "\\0", port: 1}}')
 @example(text='version: 1\nservers: {a: {model: "\\ud800", port: 1}}')

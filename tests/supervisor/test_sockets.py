@@ -15,12 +15,12 @@ from daemon.config.spec import ServerSpec
 from daemon.supervisor.plan import Listener
 from daemon.supervisor.server import Address, Cause, Server, State
 from daemon.supervisor.sockets import AddressTakenError, Sockets, bind
+from tests.free_ports import free_port
 
 
 @pytest.fixture
 def here() -> Address:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return Address("127.0.0.1", probe.getsockname()[1])
+    return Address("127.0.0.1", free_port())
 
 
 def held(address: Address, away: Server | None = None) -> dict[Address, Listener]:
