@@ -70,7 +70,7 @@ _ALL = (
     _server("server_process_footprint_bytes", "gauge", "Memory of the worker's process, as the system counts it."),
     _server("server_probe_failures_total", "counter", "Times that a worker said nothing, or did not move on, for longer than its probe allows."),
     _server("server_log_bytes_dropped_total", "counter", "Output of workers that did not reach the log because the disk was slow or full."),
-    _server("worker_scrape_up", "gauge", "1 if the worker's numbers are at most 5 seconds old: workers push them each second."),
+    _server("worker_scrape_up", "gauge", "1 if the worker's numbers are at most 8 seconds old: workers push them each second, those at rest every five."),
     _worker("requests_running", "gauge", "Sequences that are read or generated now."),
     _worker("requests_waiting", "gauge", "Sequences that wait for a place."),
     _worker("requests_total", "counter", "HTTP requests answered; code 499: the client left before the end.", "endpoint", "code"),

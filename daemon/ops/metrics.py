@@ -15,7 +15,7 @@ from daemon.ops.status import View, footprint, in_sync, machine_memory
 from daemon.supervisor.counts import RestartReason
 from daemon.supervisor.server import Desired, Server, State
 
-FRESH_S = 5.0  # a worker pushes its numbers each second
+FRESH_S = 8.0  # a worker pushes its numbers each second, one at rest every five
 
 
 def metrics(view: View, page: Page) -> Iterator[None]:

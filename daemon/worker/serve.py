@@ -262,4 +262,5 @@ def _same(snapshot: Snapshot, pushed: Snapshot | None) -> bool:
     """Whether only the engine's loop has moved between the two."""
     if pushed is None:
         return False
-    return snapshot == pushed.model_copy(update={"generation": snapshot.generation})
+    moved = {"generation": snapshot.generation, "passed_at": snapshot.passed_at}
+    return snapshot == pushed.model_copy(update=moved)

@@ -9,12 +9,14 @@ import pytest
 from daemon.config.wire import Histogram, RequestCounts
 from daemon.metrics.catalogue import FAMILIES
 from daemon.metrics.exposition import Page
-from daemon.ops.metrics import metrics
+from daemon.ops.metrics import FRESH_S, metrics
 from daemon.ops.status import View
+from daemon.supervisor import rounds
 from daemon.supervisor.plan import Fleet
 from daemon.supervisor.reload import Reloads
 from daemon.supervisor.server import State
 from daemon.supervisor.workers import Report
+from daemon.worker import serve
 from tests.metrics.lint import lint, value
 from tests.ops.conftest import NOW, READY, SNAPSHOT
 
@@ -145,13 +147,17 @@ def test_a_snapshot_without_counts_means_that_they_are_as_before(busy: View) -> 
     assert value(text(busy), "tqd_request_duration_seconds_count", server="chat") == 3
 
 
-@pytest.mark.parametrize(("age_s", "fresh"), [(0.5, 1), (4.9, 1), (5.1, 0), (3600, 0)])
+@pytest.mark.parametrize(("age_s", "fresh"), [(0.5, 1), (7.9, 1), (8.1, 0), (3600, 0)])
 def test_a_worker_that_pushes_nothing_any_more_is_told_from_one_that_does(
     busy: View, age_s: float, fresh: int
 ) -> None:
     busy.reports["chat"].sampled_at = NOW - age_s
 
     assert value(text(busy), "tqd_worker_scrape_up", server="chat") == fresh
+
+
+def test_a_worker_at_rest_is_not_taken_for_one_that_pushes_nothing() -> None:
+    assert FRESH_S > serve.HEARTBEAT_S + serve.SNAPSHOT_S + rounds.EVERY_S
 
 
 @pytest.mark.parametrize(

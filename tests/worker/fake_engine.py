@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -151,6 +152,7 @@ class FakeEngine:
         tokens = sum(len(generation.request.prompt) for generation in self.running)
         return EngineStats(
             generation=self.frozen or next(self.passes),
+            passed_at=time.time(),
             running=len(self.running),
             waiting=len(self.open) - len(self.running),
             prompt_tokens_total=self.prompt_tokens,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from daemon.config.wire import Ack, Drain, Fatal, Hello, Live, Progress, Ready, Snapshot
+from daemon.worker.serve import HEARTBEAT_S, SNAPSHOT_S
 from tests.worker.child_process import REAL, ROOT, Child, child, ready_child
 from tests.worker.specs import worker_spec
 
@@ -250,6 +251,16 @@ def test_counts_of_requests_are_pushed_when_they_change_and_once_more_at_the_end
         told = [it for it in iter(worker.receive, None) if isinstance(it, Snapshot) and it.requests]
         assert told[-1].requests is not None
         assert told[-1].requests.answered == {CHAT: {"200": 1}}
+
+
+def test_a_worker_at_rest_pushes_nothing_but_that_it_lives() -> None:
+    """Seldom, so that many idle workers cost the supervisor little."""
+    with ready_child(worker_spec()) as worker:
+        first, second = worker.receive(), worker.receive()
+        assert isinstance(first, Snapshot)
+        assert isinstance(second, Snapshot)
+        looks = second.generation - first.generation  # the fake engine passes when it is looked at
+        assert 1 < looks <= HEARTBEAT_S / SNAPSHOT_S
 
 
 def test_a_worker_outlives_the_reader_of_its_output() -> None:
