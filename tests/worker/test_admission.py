@@ -104,7 +104,7 @@ def limit_to(loaded: LoadedEngine, *, sequences: float, tokens: int) -> int:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - the engine's thread has no event to wait for
             await asyncio.sleep(0.02)
 
