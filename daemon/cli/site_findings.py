@@ -43,7 +43,7 @@ def _configuration(scene: Scene) -> Iterator[Finding]:
     yield Finding("config", "ok", f"{scene.config}: {', '.join(prepared.servers) or 'no servers'}")
     for server in prepared.servers.values():
         if server.blocked is not None and server.spec.enabled:
-            _, message, hint = server.blocked
+            message, hint = server.blocked.message, server.blocked.hint
             yield Finding("config", "warn", f"{server.name} ({server.model}): {message}", hint)
     for path in _readable_secrets(scene.loaded):
         yield Finding(

@@ -118,6 +118,8 @@ def _config_notes(config: ConfigSection) -> Iterator[RenderableType]:
     for divergent in config["divergent"]:
         yield Text(f"\n{rolled_back(divergent)}", style="red")
         yield _hint(RETRY_HINT.format(divergent["server"]))
+    for warning in config["warnings"]:
+        yield Text(f"\nnote: {warning}", style="yellow")
     for step in config["pending"]:
         yield Text(f"  {step}")
     for problem in config["errors"]:

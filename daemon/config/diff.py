@@ -145,7 +145,7 @@ def _changes(before: PreparedServer, after: PreparedServer) -> Iterator[Change]:
         yield Change("api_key", HIDDEN, HIDDEN)  # the content of its file
     if not _touches(changed, "kv"):
         yield from _policy_changes(before, after)
-    if "model" not in changed and before.fingerprint != after.fingerprint:
+    if "model" not in changed and _fingerprint(before) != _fingerprint(after):
         yield Change("model", _model(before), _model(after))
     if "max_context" not in changed and before.max_context != after.max_context:
         yield Change("max_context", _text(before.max_context), _text(after.max_context))
@@ -174,8 +174,13 @@ def _text(value: object) -> str:
     return _UNSET if value is None else json.dumps(value, ensure_ascii=False)
 
 
+def _fingerprint(server: PreparedServer) -> str | None:
+    return None if server.facts is None else server.facts.fingerprint
+
+
 def _model(server: PreparedServer) -> str:
-    return f"files {server.fingerprint[:12]}" if server.fingerprint else "missing"
+    known = _fingerprint(server)
+    return "missing" if known is None else f"files {known[:12]}"
 
 
 def _allowance(server: PreparedServer) -> str:

@@ -130,6 +130,7 @@ class DaemonCommands:
         servers = self._servers(action, names)
         if action == "restart":
             self._refuse_pending(servers)
+            await self._refuse_lost(servers)
         said = Desired.STOPPED if action == "stop" else Desired.RUNNING
         self._desired.say([server.name for server in servers], said)
         for server in servers:
@@ -176,6 +177,12 @@ class DaemonCommands:
                 f"the file has changes that are not in force: {'; '.join(pending)}",
                 hint="`tqd reload` applies them, and restarts what needs it",
             )
+
+    async def _refuse_lost(self, servers: Sequence[Server]) -> None:
+        """Refuse to end what could not start again."""
+        lost = await self._configuration.lost()
+        if problems := [lost[server.name] for server in servers if server.name in lost]:
+            raise ConfigError(problems)
 
     def _disabled(self, name: str) -> Problem:
         return Problem(

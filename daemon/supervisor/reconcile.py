@@ -23,7 +23,7 @@ from daemon.config.machine import Machine
 from daemon.config.prepare import PreparedServer, live_message, worker_spec
 from daemon.config.spec import DaemonSpec
 from daemon.log import get_logger
-from daemon.supervisor import events, plan, room
+from daemon.supervisor import edits, events, plan, room
 from daemon.supervisor.counts import Counts
 from daemon.supervisor.events import Effect
 from daemon.supervisor.plan import Fleet, Told
@@ -206,8 +206,9 @@ class Reconciler:
     def _spawn(self, name: str, launch: int, nonce: str, share: int) -> None:
         server, daemon = self.fleet.servers[name], self.wanted.daemon
         prepared = self._sections[name, server.spec_hash]
-        if prepared.blocked is not None:
-            self.workers.refuse(name, launch, Cause(*prepared.blocked))
+        if (cause := edits.cause(prepared)) is not None:
+            self.workers.refuse(name, launch, cause)
+            self._recheck()  # what it lacked when the file was read may be there by now
             return
         address = server.address
         listener = self._sockets.get(address)

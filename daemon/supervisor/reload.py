@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, assert_never
@@ -30,7 +30,7 @@ from daemon.supervisor.intake import Look
 from daemon.supervisor.last_good import LastGood
 from daemon.supervisor.lifecycle import NO_MEMORY
 from daemon.supervisor.reconcile import Reconciler, Wanted
-from daemon.supervisor.server import Cause, Desired, State
+from daemon.supervisor.server import Address, Cause, Desired, State
 from daemon.supervisor.sockets import AddressTakenError, Sockets
 from daemon.supervisor.watch import FolderWatch, look
 
@@ -222,12 +222,24 @@ class Configuration:
         self.recheck()
         await self._looking[-1]
 
+    async def lost(self) -> Mapping[str, Problem]:
+        """Look for the files of what runs; return why servers could not start again, by name."""
+        try:
+            found = await self._prepare_again(self._loaded)
+        except ConfigError:
+            return {}  # the files are there, and the worker says what is wrong with them
+        return dict(self._lost(found.servers))
+
     async def diff(self) -> tuple[differ.Step, ...]:
         """Return what `reload` would do; raises as `reload` does."""
-        loaded, _ = await self._read()
-        prepared = await self._prepare(_right(loaded))
-        differ.refuse_daemon_changes(self._applied, prepared)
-        return edits.steps(self._applied.servers, prepared.servers, self._reconciler.fleet)
+        reading = await self._read_and_prepare()
+        verdict = intake.compare(reading, self._facts())
+        if isinstance(verdict, intake.Refuse):
+            raise ConfigError(verdict.problems)
+        if reading.loaded is not None:
+            starting = edits.to_run(verdict.steps, self._desired_of)
+            self._new_addresses(reading.loaded, starting, self._sockets.try_out)
+        return verdict.steps
 
     def _nudge(self) -> None:
         self._nudged = True
@@ -258,13 +270,11 @@ class Configuration:
             self._asked = []
         due: list[intake.Event] = [event]
         while due:
-            facts = intake.Facts(self._applied, self._reconciler.fleet, self._desired_of)
+            now = self._clock()
             try:
-                self._intake, effects = intake.step(self._intake, due.pop(0), facts, self._clock())
+                self._intake, effects = intake.step(self._intake, due.pop(0), self._facts(), now)
             except Exception as error:  # noqa: BLE001 - a defect of ours must not end what runs
-                self._intake = intake.Intake(
-                    self._intake.seen, look_at=self._clock() + intake.POLL_S
-                )
+                self._intake = intake.Intake(self._intake.seen, look_at=now + intake.POLL_S)
                 effects = (intake.Refuse(self._failed(error)),)
             for effect in effects:
                 due += await self._carry_out(effect)
@@ -320,7 +330,7 @@ class Configuration:
         if loaded.content_hash == self._applied.content_hash and not await self._new_evidence():
             return intake.Reading(seen, still, loaded)
         try:
-            return intake.Reading(seen, still, loaded, await self._prepare(loaded))
+            return intake.Reading(seen, still, loaded, await self._prepare_again(loaded))
         except ConfigError as error:
             return intake.Reading(seen, still, problems=error.problems)
 
@@ -334,11 +344,15 @@ class Configuration:
         return await asyncio.to_thread(_read, self._path, self._environ, files)
 
     async def _prepare(self, loaded: Loaded) -> Prepared:
-        return await asyncio.to_thread(self._prepare_here, loaded)
+        return await asyncio.to_thread(self._prepare_here, loaded, {})
 
-    def _prepare_here(self, loaded: Loaded) -> Prepared:
+    async def _prepare_again(self, loaded: Loaded) -> Prepared:
+        """Prepare *loaded* beside what runs: a model that is loaded may have gone from the disk."""
+        return await asyncio.to_thread(self._prepare_here, loaded, self._applied.servers)
+
+    def _prepare_here(self, loaded: Loaded, before: edits.Servers) -> Prepared:
         facts = device.facts(self._state, self._environ)
-        return prepare(loaded, state=self._state, on=machine(facts))
+        return prepare(loaded, state=self._state, on=machine(facts), before=before)
 
     async def _new_evidence(self) -> bool:
         """Whether `tqd eval --record` has written to the allow-list since it was last read."""
@@ -388,15 +402,27 @@ class Configuration:
 
     def _reserve_addresses(self, loaded: Loaded, servers: Sequence[PreparedServer]) -> None:
         """Hold every address that is new in this edit, before anything is stopped for it."""
+        try:
+            self._new_addresses(loaded, servers, self._sockets.reserve)
+        except ConfigError:
+            self._sockets.settle()
+            raise
+
+    def _new_addresses(
+        self,
+        loaded: Loaded,
+        servers: Sequence[PreparedServer],
+        claim: Callable[[Address], None],
+    ) -> None:
+        """Let *claim* see every address that is new in this edit; raises what it refuses, at its key."""
         problems = []
         for server in edits.newly_addressed(servers, self._applied.servers):
             try:
-                self._sockets.reserve(edits.address(server))
+                claim(edits.address(server))
             except AddressTakenError as error:
                 source = loaded.sources[server.name]
                 problems.append(source.problem("port", error.message, error.hint))
         if problems:
-            self._sockets.settle()
             raise ConfigError(problems)
 
     async def _apply(
@@ -412,6 +438,7 @@ class Configuration:
         )
         if not saved:
             self._log.warning("config.not_saved", path=str(self._state.last_good))
+        warnings = (*prepared.warnings, *dict(self._lost(prepared.servers)).values())
         self.status = replace(
             self.status,
             state="applied",
@@ -420,15 +447,21 @@ class Configuration:
             applied_at=time.time(),
             generation=self.status.generation + 1,
             problems=(),
-            warnings=tuple(map(str, prepared.warnings)),
+            warnings=tuple(map(str, warnings)),
             pending=(),
         )
-        if prepared.warnings:
+        if warnings:
             self._log.warning("config.loaded", warnings=list(self.status.warnings))
         self._log.info("plan.applied", steps=[str(step) for step in steps])
-        return Conclusion(
-            "applied", self.status.generation, tuple(steps), warnings=prepared.warnings
-        )
+        return Conclusion("applied", self.status.generation, tuple(steps), warnings=warnings)
+
+    def _lost(self, servers: edits.Servers) -> Iterator[tuple[str, Problem]]:
+        """Yield why servers that run could not start again, by name: files are gone."""
+        for server in edits.unrepeatable(servers, self._reconciler.fleet):
+            if (blocked := server.blocked) is not None:
+                message = f"{blocked.message}; its worker goes on, and no other could start"
+                source = self._loaded.sources[server.name]
+                yield server.name, source.problem(blocked.key, message, "put it back")
 
     async def _submit(
         self, prepared: Prepared, changes: tuple[plan.Remove | plan.Put | plan.Adjust, ...]
@@ -439,27 +472,29 @@ class Configuration:
         await self._reconciler.submit(event, Wanted(prepared.servers, daemon, prepared.machine))
         self._adopted(daemon)
 
+    def _facts(self) -> intake.Facts:
+        return intake.Facts(self._applied, self._reconciler.fleet, self._desired_of)
+
     def _desired_of(self, server: PreparedServer) -> Desired:
         return self._desired.of(server.name, server.spec)
 
     async def _look_for_files(self) -> None:
         """Let servers start whose model, or other file, has appeared since."""
-        if not self._blocked():
+        lacking = [it.name for it in self._applied.servers.values() if it.blocked is not None]
+        if not (lacking or self._blocked()):
             return
         try:
-            found = await self._prepare(self._loaded)
+            found = await self._prepare_again(self._loaded)
         except ConfigError as error:
             for name in self._blocked():
                 cause = Cause("model_fault", str(error))
                 self._reconciler.post(name, events.Block(cause))
             return
-        freed = edits.freed(found.servers, self._reconciler.fleet)
+        freed = edits.freed(found.servers, self._applied.servers, self._reconciler.fleet)
         if freed:
             servers = {**self._applied.servers, **{it.name: it for it in freed}}
-            await self._submit(
-                replace(self._applied, servers=servers),
-                tuple(edits.put(it, Desired.RUNNING) for it in freed),
-            )
+            awakened = edits.awakened(freed, self._reconciler.fleet, self._desired_of)
+            await self._submit(replace(self._applied, servers=servers), awakened)
 
     def _blocked(self) -> list[str]:
         servers = self._reconciler.fleet.servers.values()

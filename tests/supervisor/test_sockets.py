@@ -83,6 +83,21 @@ def test_a_port_of_ours_is_no_obstacle_to_a_reservation(here: Address) -> None:
     run(work())
 
 
+def test_trying_an_address_out_never_listens_there(here: Address) -> None:
+    async def work() -> None:
+        sockets = Sockets(lambda: 0.0)
+        sockets.try_out(here)
+        assert sockets.get(here) is None
+        taken = pytest.raises(AddressTakenError, match=f"port {here.port} is in use by pid")
+        with socket.create_server((here.host, here.port)), taken:
+            sockets.try_out(here)
+        await sockets.arrange(held(here))
+        sockets.try_out(here)  # ours
+        await sockets.close()
+
+    run(work())
+
+
 def test_while_a_server_is_away_the_supervisor_answers_and_the_socket_stays(here: Address) -> None:
     server = Server(
         "chat",
