@@ -28,7 +28,7 @@ from daemon.supervisor.counts import Counts
 from daemon.supervisor.events import Effect
 from daemon.supervisor.plan import Fleet, Told
 from daemon.supervisor.server import Address, Cause, Server, State
-from daemon.supervisor.sockets import AddressTakenError, Sockets, bind
+from daemon.supervisor.sockets import AddressTakenError, Sockets, try_out
 from daemon.supervisor.workers import Workers
 
 IDLE_S = 1.0  # the loop turns at least this often; its turning is what a watchdog watches
@@ -230,7 +230,7 @@ class Reconciler:
             self._recheck()
             return
         try:
-            bind(server.address).close()
+            try_out(server.address)
         except AddressTakenError as error:
             self.post(server.name, events.Block(_port_in_use(error)))
         else:
