@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Literal, TypedDict
 
+from daemon.config.pressure import Pressure
+
 SCHEMA = 1
 
 Verdict = Literal["ok", "degraded", "failing"]
@@ -149,7 +151,9 @@ class MachineMemory(TypedDict):
     """The memory that all servers share.
 
     *planned_bytes* are what workers hold: their shares, or what runs or is used beyond them. *over_budget*:
-    that is more than the budget; nothing is ended for it, and nothing new starts.
+    that is more than the budget; nothing is ended for it, and nothing new starts. *wired_bytes* cannot be
+    swapped, whoever has them; *unattributed_wired_bytes* are what MLX in our workers does not account for: the
+    system's and other programs', and what a killed process may have left behind. Only a Mac counts them.
     """
 
     device: str
@@ -162,6 +166,9 @@ class MachineMemory(TypedDict):
     used_footprint_bytes: int
     available_bytes: int | None
     swap_used_bytes: int | None
+    wired_bytes: int | None
+    unattributed_wired_bytes: int | None
+    pressure: Pressure | None
 
 
 class Memory(TypedDict):

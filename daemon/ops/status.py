@@ -415,7 +415,22 @@ def machine_memory(view: View) -> MachineMemory | None:
         "used_footprint_bytes": sum(worker.used for worker in workers),
         "available_bytes": host.available_bytes if host else None,
         "swap_used_bytes": host.swap_used_bytes if host else None,
+        "wired_bytes": host.wired_bytes if host else None,
+        "unattributed_wired_bytes": _unattributed(view, host.wired_bytes if host else None),
+        "pressure": host.pressure if host else None,
     }
+
+
+def _unattributed(view: View, wired_bytes: int | None) -> int | None:
+    """Return what is wired beyond all that MLX holds in our workers."""
+    if wired_bytes is None:
+        return None
+    reports = [
+        report for it in view.fleet.servers.values() if it.worker and (report := _report(view, it))
+    ]
+    snapshots = [report.snapshot for report in reports if report.snapshot is not None]
+    ours = sum(it.mlx_active_bytes + it.mlx_cache_bytes for it in snapshots)
+    return max(0, wired_bytes - ours)
 
 
 def _memory(known: Facts) -> Memory | None:

@@ -67,6 +67,16 @@ def test_a_warning_about_the_file_in_force_is_shown() -> None:
     assert "\nnote: servers.yaml:3:4: servers.a.model: gone\n" in text
 
 
+def test_a_machine_that_is_short_of_memory_is_said_to_be() -> None:
+    memory = {
+        "planned_bytes": 1, "budget_bytes": 2, "total_bytes": 3, "device": "cpu", "over_budget": False,
+    }  # fmt: skip
+    for pressure, said in (("normal", False), (None, False), ("warn", True), ("critical", True)):
+        with_pressure = {**document(), "memory": memory | {"pressure": pressure}}
+        text = shown(overview(cast("Document", with_pressure)))
+        assert (f"the machine is short of memory ({pressure})" in text) is said
+
+
 def test_a_problem_of_the_whole_file_has_no_line() -> None:
     error = {"file": "servers.yaml", "line": 0, "col": 0, "path": "", "message": "no", "hint": None}
     assert "  servers.yaml: no\n" in shown(overview(document(state="rejected", errors=[error])))
