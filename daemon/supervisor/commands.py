@@ -235,16 +235,8 @@ class DaemonCommands:
 
 def _change(step: differ.Step) -> Change:
     return {
-        "action": _ACTIONS[type(step)],
+        "action": step.verb,
         "server": step.name,
         "changes": [str(change) for change in step.changes],
         "text": str(step),
     }
-
-
-_ACTIONS: Mapping[type[differ.Step], str] = {
-    differ.Stop: "stop",
-    differ.Replace: "restart",
-    differ.Start: "start",
-    differ.Live: "live",
-}
