@@ -6,9 +6,11 @@ null. New keys may come at any time; `SCHEMA` is raised when one changes its mea
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Literal, TypedDict
 
 from daemon.config.pressure import Pressure
+from daemon.errors import Problem
 
 SCHEMA = 1
 
@@ -313,3 +315,20 @@ class Document(TypedDict):
     config: ConfigSection
     memory: MachineMemory | None
     servers: list[ServerStatus]
+
+
+def moment(when: datetime) -> str:
+    """Return *when* as ISO 8601 in UTC, to the millisecond."""
+    return when.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def problem_status(problem: Problem) -> ProblemStatus:
+    """Return *problem* as JSON."""
+    return {
+        "file": problem.file,
+        "line": problem.line,
+        "col": problem.col,
+        "path": problem.path,
+        "message": problem.message,
+        "hint": problem.hint,
+    }

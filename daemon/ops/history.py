@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Literal, TypedDict, cast
 
 from daemon.log import get_logger
-from daemon.ops.document import ProblemStatus
+from daemon.ops.document import ProblemStatus, moment, problem_status
 from daemon.ops.events import EventLog, EventName
-from daemon.ops.status import moment, problem_status
 from daemon.supervisor.files import read_json, write_private
 from daemon.supervisor.plan import Fleet
 from daemon.supervisor.reload import Conclusion

@@ -21,7 +21,9 @@ from daemon.ops.document import OpenRequests, ServerStatus
 from daemon.ops.events import EventLog, EventPage
 from daemon.ops.history import History, HistoryDocument, Transition
 from daemon.ops.metrics import metrics
-from daemon.ops.status import View, open_requests, server_status, unready
+from daemon.ops.server_status import open_requests, server_status
+from daemon.ops.status import unready
+from daemon.ops.view import View
 from daemon.ops.written import Writer, Written
 from daemon.paths import StateDir
 from daemon.supervisor import environment, events, plan

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from daemon.config.machine import HostMemory, Machine
 from daemon.ops.document import MachineMemory, Memory
-from daemon.ops.status import View, document
+from daemon.ops.status import document
+from daemon.ops.view import View
 from daemon.policy.claim import Claim
 from daemon.supervisor.gauge import Reading
 
