@@ -15,9 +15,9 @@ from typing import Literal, TypedDict, cast
 from daemon.log import get_logger
 from daemon.ops.document import ProblemStatus, moment, problem_status
 from daemon.ops.events import EventLog, EventName
+from daemon.supervisor.conclusions import Conclusion
 from daemon.supervisor.files import read_json, write_private
 from daemon.supervisor.plan import Fleet
-from daemon.supervisor.reload import Conclusion
 from daemon.supervisor.server import Cause, Server
 
 TRANSITIONS = 20  # of each server: a whole crash loop with its end

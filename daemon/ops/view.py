@@ -9,10 +9,10 @@ from pathlib import Path
 
 from daemon.config.machine import Machine
 from daemon.config.prepare import PreparedServer
+from daemon.supervisor.conclusions import ConfigStatus
 from daemon.supervisor.counts import Counts
 from daemon.supervisor.gauge import Reading
 from daemon.supervisor.plan import Fleet, diverged
-from daemon.supervisor.reload import ConfigStatus
 from daemon.supervisor.server import Server
 from daemon.supervisor.workers import Report
 

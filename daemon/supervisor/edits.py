@@ -137,7 +137,7 @@ def freed(found: Servers, before: Servers, fleet: Fleet) -> list[PreparedServer]
     return [
         it
         for it in found.values()
-        if it.blocked is None and (it.name in lacking or _waits_for_files(it.name, fleet))
+        if it.blocked is None and (it.name in lacking or waits_for_files(it.name, fleet))
     ]
 
 
@@ -146,11 +146,12 @@ def awakened(freed: Sequence[PreparedServer], fleet: Fleet, desired: DesiredOf) 
     return tuple(
         put(it, desired(it))
         for it in freed
-        if _waits_for_files(it.name, fleet) or fleet.servers[it.name].state is State.STOPPED
+        if waits_for_files(it.name, fleet) or fleet.servers[it.name].state is State.STOPPED
     )
 
 
-def _waits_for_files(name: str, fleet: Fleet) -> bool:
+def waits_for_files(name: str, fleet: Fleet) -> bool:
+    """Whether server *name* is blocked for another reason than memory, which somebody else watches."""
     server = fleet.servers.get(name)
     if server is None or server.state is not State.BLOCKED or server.cause is None:
         return False
