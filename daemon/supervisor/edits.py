@@ -6,11 +6,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from daemon.config.diff import Live, Replace, Start, Step, Stop, diff
 from daemon.config.prepare import PreparedServer
-from daemon.supervisor.lifecycle import NO_MEMORY
 from daemon.supervisor.memory import Refusal, admit_in_turn
 from daemon.supervisor.plan import Adjust, Fleet, Put, Remove, diverged
 from daemon.supervisor.room import kept_out
-from daemon.supervisor.server import Address, Cause, Desired, Server, State
+from daemon.supervisor.server import NO_MEMORY, Address, Cause, Desired, Server, State
 
 MANY = 4  # of this many running servers, an edit that takes away more than half is suspect
 

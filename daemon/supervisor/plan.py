@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from daemon.config.spec import ServerSpec
 from daemon.policy.claim import Claim
-from daemon.supervisor import events, lifecycle, room
+from daemon.supervisor import deadlines, events, lifecycle, room
 from daemon.supervisor.events import Effect
 from daemon.supervisor.server import Address, Cause, Desired, Divergence, Server, State
 
@@ -170,7 +170,7 @@ def step(fleet: Fleet, event: Event, now: float) -> tuple[Fleet, tuple[Effect, .
 def wake_at(fleet: Fleet) -> float | None:
     """Return when *fleet* next needs `Passed`, or None."""
     return min(
-        (at for server in fleet.servers.values() if (at := lifecycle.wake_at(server)) is not None),
+        (at for server in fleet.servers.values() if (at := deadlines.wake_at(server)) is not None),
         default=None,
     )
 
@@ -190,7 +190,7 @@ class Wakes:
     def follow(self, fleet: Fleet, names: Iterable[str]) -> None:
         """Take in that *names* have changed in *fleet*."""
         for name in names:
-            self._at[name] = lifecycle.wake_at(fleet.servers[name])
+            self._at[name] = deadlines.wake_at(fleet.servers[name])
         if len(self._at) != len(fleet.servers):
             self._at = {name: self._at[name] for name in fleet.servers}
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from daemon.config.spec import ProbeSpec, RestartSpec, ServerSpec
-from daemon.supervisor import events, lifecycle, plan
+from daemon.supervisor import deadlines, events, plan
 from daemon.supervisor.events import (
     Beat,
     Block,
@@ -389,7 +389,7 @@ class RandomHistory(RuleBasedStateMachine):
                 *(State.BACKOFF, State.BLOCKED),
             )
             killed = server.worker is not None and server.worker.killed
-            assert not moving or killed or lifecycle.wake_at(server) is not None
+            assert not moving or killed or deadlines.wake_at(server) is not None
 
 
 RandomHistory.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
