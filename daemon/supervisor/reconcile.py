@@ -26,6 +26,7 @@ from daemon.log import get_logger
 from daemon.supervisor import edits, events, plan, room
 from daemon.supervisor.counts import Counts
 from daemon.supervisor.events import Effect
+from daemon.supervisor.listeners import listeners, same_listeners
 from daemon.supervisor.plan import Fleet, Told
 from daemon.supervisor.server import Address, Cause, Server, State
 from daemon.supervisor.sockets import AddressTakenError, Sockets, try_out
@@ -171,7 +172,7 @@ class Reconciler:
         if (
             self._refused
             or self._sockets.unsettled
-            or not plan.same_listeners(before, self.fleet, changed)
+            or not same_listeners(before, self.fleet, changed)
         ):
             await self._arrange_sockets()
         for effect in effects:
@@ -180,7 +181,7 @@ class Reconciler:
             job.done.set_result(None)
 
     async def _arrange_sockets(self) -> None:
-        self._refused = await self._sockets.arrange(plan.listeners(self.fleet))
+        self._refused = await self._sockets.arrange(listeners(self.fleet))
         for server in self.fleet.servers.values() if self._refused else ():
             error = self._refused.get(server.address)
             if error is not None and server.worker is None:

@@ -14,7 +14,7 @@ import psutil
 from aiohttp import web
 
 from daemon.errors import TqdError
-from daemon.supervisor.plan import Listener
+from daemon.supervisor.listeners import Listener
 from daemon.supervisor.server import Address, Server, State
 
 BACKLOG = 512  # connections that wait in the kernel while one worker follows another

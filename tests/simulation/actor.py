@@ -15,7 +15,7 @@ from daemon.config.diff import diff
 from daemon.config.prepare import Prepared, PreparedServer
 from daemon.config.spec import DaemonSpec
 from daemon.errors import Problem
-from daemon.supervisor import edits, events, intake, plan
+from daemon.supervisor import edits, events, intake, listeners, plan
 from daemon.supervisor.plan import Fleet, Told
 from daemon.supervisor.reconcile import IDLE_S, SLEPT_S
 from daemon.supervisor.server import Address, Cause, Desired
@@ -269,7 +269,7 @@ class Daemon:
             self._orphan()
 
     def _arrange_sockets(self) -> None:
-        wanted = plan.listeners(self.fleet)
+        wanted = listeners.listeners(self.fleet)
         self.sockets -= self.sockets - wanted.keys() - self.reserved
         refused = {it for it in wanted.keys() - self.sockets if not self._bind(it)}
         for server in self.fleet.servers.values() if refused else ():

@@ -14,6 +14,7 @@ from daemon.supervisor import (
     ending,
     intake,
     lifecycle,
+    listeners,
     moves,
     plan,
     rollback,
@@ -166,16 +167,16 @@ def forgets_who_is_next(patch: pytest.MonkeyPatch) -> None:
 
 
 def keeps_the_sockets_of_the_stopped(patch: pytest.MonkeyPatch) -> None:
-    listeners = plan.listeners
+    wanted = listeners.listeners
 
     def greedy(fleet: plan.Fleet) -> Any:
         stopped = [it for it in fleet.servers.values() if it.state is State.STOPPED]
         return {
-            **listeners(fleet),
-            **{it.address: plan.Listener(it.address, it.name) for it in stopped},
+            **wanted(fleet),
+            **{it.address: listeners.Listener(it.address, it.name) for it in stopped},
         }
 
-    patch.setattr(plan, "listeners", greedy)
+    patch.setattr(listeners, "listeners", greedy)
 
 
 def keeps_a_live_change_to_itself(patch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from daemon.config.spec import ServerSpec
-from daemon.supervisor.plan import Listener
+from daemon.supervisor.listeners import Listener
 from daemon.supervisor.server import Address, Cause, Server, State
 from daemon.supervisor.sockets import AddressTakenError, Sockets, bind
 
