@@ -1,6 +1,6 @@
 """What is known of the models that servers name: each is read once, however many servers use it.
 
-A model whose files have gone, or were damaged, since a server of it was prepared is still known as it was
+A model whose files have gone, or are others, since a server of it was prepared is still known as it was
 then: what runs of it has loaded them long ago.
 """
 
@@ -13,14 +13,13 @@ from pathlib import Path
 
 from daemon.config.locate import (
     Located,
-    ModelFaultError,
-    ModelMissingError,
     fingerprint,
     locate,
     read_config,
     read_weights,
 )
 from daemon.config.spec import ServerSpec
+from daemon.errors import PolicyError
 from daemon.paths import hf_hub_dir
 from daemon.policy.architecture import Architecture, read_architecture
 
@@ -41,12 +40,8 @@ class ModelFacts:
     value_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """A model that cannot be loaded now, and what was known of it before, if it was there then."""
-
-    error: ModelMissingError | ModelFaultError
-    before: ModelFacts | None
+class ArchitectureError(PolicyError):
+    """The model's config.json describes no model that can be served."""
 
 
 class Models:
@@ -69,20 +64,22 @@ class Models:
             else spec
         )
 
-    def read(self, spec: ServerSpec) -> ModelFacts | Gone:
-        """Return what is known about the model of *spec*.
+    def before(self, spec: ServerSpec) -> ModelFacts | None:
+        """Return what was known of the model of *spec* earlier."""
+        return self._before.get(_asked(spec))
+
+    def read(self, spec: ServerSpec) -> ModelFacts:
+        """Return what is known about the model of *spec* now.
 
         Raises:
-            PolicyError: its config.json describes no model that can be served.
+            ModelMissingError, ModelFaultError: as daemon.config.locate says.
+            ArchitectureError: it is no model that can be served.
         """
-        model, revision, hub = asked = _asked(spec)
-        try:
-            located = locate(model, revision, hub=hub)
-            if located not in self._read:
-                self._read[located] = _facts(located)
-            return self._read[located]
-        except (ModelMissingError, ModelFaultError) as error:
-            return Gone(error, self._before.get(asked))
+        model, revision, hub = _asked(spec)
+        located = locate(model, revision, hub=hub)
+        if located not in self._read:
+            self._read[located] = _facts(located)
+        return self._read[located]
 
 
 def _asked(spec: ServerSpec) -> Asked:
@@ -90,7 +87,10 @@ def _asked(spec: ServerSpec) -> Asked:
 
 
 def _facts(located: Located) -> ModelFacts:
-    architecture = read_architecture(read_config(located.folder))
+    try:
+        architecture = read_architecture(read_config(located.folder))
+    except PolicyError as error:
+        raise ArchitectureError(error.path, error.message, hint=error.hint) from error
     weights = read_weights(located.folder)
     return ModelFacts(
         located.folder,

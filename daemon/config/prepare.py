@@ -6,6 +6,7 @@ refused with the place of the key that says it; what is wrong with the machine o
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,9 +15,9 @@ from typing import NamedTuple
 
 from daemon.config.effects import SERVER_EFFECTS, Effect, effect_of, leaves
 from daemon.config.load import Loaded
-from daemon.config.locate import ModelMissingError
+from daemon.config.locate import ModelFaultError, ModelMissingError
 from daemon.config.machine import Machine, machine
-from daemon.config.models import Gone, ModelFacts, Models
+from daemon.config.models import ArchitectureError, ModelFacts, Models
 from daemon.config.read import ENVIRONMENT_MISFIT
 from daemon.config.source import Source
 from daemon.config.spec import DaemonSpec, ServerSpec, spec_hash
@@ -119,8 +120,29 @@ def prepare(
     Raises:
         ConfigError: with every fault of a policy or an architecture, at the key that says it.
     """
+    prepared, problems = _prepare_all(loaded, state, on, before or {})
+    if problems:
+        raise ConfigError(problems)
+    return prepared
+
+
+def salvage(loaded: Loaded, *, state: StateDir, on: Machine | None = None) -> Prepared:
+    """Return *loaded*, which was accepted once, with each server blocked whose model fits it no more.
+
+    Raises:
+        ConfigError: more than the models of servers is at fault.
+    """
+    prepared, problems = _prepare_all(loaded, state, on, {})
+    if prepared.servers.keys() != loaded.servers.servers.keys():
+        raise ConfigError(problems)
+    return prepared
+
+
+def _prepare_all(
+    loaded: Loaded, state: StateDir, on: Machine | None, before: Mapping[str, PreparedServer]
+) -> tuple[Prepared, list[Problem]]:
     place = machine() if on is None else on
-    models = Models((it.spec, it.facts) for it in (before or {}).values() if it.facts is not None)
+    models = Models((it.spec, it.facts) for it in before.values() if it.facts is not None)
     allowlist = load_allowlist(state.allowlist)
     problems: list[Problem] = []
     servers = {
@@ -128,9 +150,7 @@ def prepare(
         for name in loaded.servers.servers
         if (server := _prepare(name, loaded, models, allowlist, place, problems))
     }
-    if problems:
-        raise ConfigError(problems)
-    return Prepared(
+    prepared = Prepared(
         path=loaded.servers.path,
         daemon=loaded.servers.daemon,
         servers=servers,
@@ -143,6 +163,7 @@ def prepare(
         daemon_source=loaded.daemon_source,
         ends_open=loaded.ends_open,
     )
+    return prepared, problems
 
 
 def _prepare(
@@ -153,7 +174,7 @@ def _prepare(
     place: Machine,
     problems: list[Problem],
 ) -> PreparedServer | None:
-    """Return one server, or None after adding to *problems*."""
+    """Return one server after adding to *problems*; None where not even its policy is known."""
     source = loaded.sources[name]
     spec = models.as_before(loaded.servers.servers[name], Path(source.place("model").file).parent)
     try:
@@ -170,39 +191,38 @@ def _prepare(
         warnings=kv.warnings,
         hidden=source.hidden,
     )
+    fault = None
     try:
-        found = models.read(spec)
-    except PolicyError as error:
-        return _refused(server, source.problem("model", error.message, error.hint), problems)
-    gone = found if isinstance(found, Gone) else None
-    facts = found.before if isinstance(found, Gone) else found
-    if gone is not None:
-        server = replace(server, blocked=_unloadable(gone, server))
-    if facts is None:
-        return _hashed(server)
-    try:
+        facts = models.read(spec)
         server = _resolved(server, facts, allowlist, place)
+        return _hashed(replace(server, blocked=_missing(server, facts)))
+    except (ModelMissingError, ModelFaultError) as error:
+        blocked = _unloadable(error, server)
+    except ArchitectureError as error:
+        fault = source.problem("model", error.message, error.hint)
     except PolicyError as error:
-        return _refused(server, _kv_problem(source, error), problems)
-    return _hashed(replace(server, blocked=server.blocked or _missing(server, facts)))
+        fault = _kv_problem(source, error)
+    if fault is not None:
+        key = fault.path.removeprefix(f"{source.path}.")
+        blocked = Blocked(MODEL_FAULT, fault.message, fault.hint, key)
+    server = replace(server, blocked=blocked)
+    if (was := models.before(spec)) is not None:
+        with contextlib.suppress(
+            PolicyError
+        ):  # then the entry would not fit the model that was, either
+            return _hashed(_resolved(server, was, allowlist, place))
+    # a disabled server keeps it to itself, so that disabling one is a way out
+    if fault is not None and spec.enabled:
+        problems.append(fault)
+    return _hashed(server)
 
 
-def _unloadable(gone: Gone, server: PreparedServer) -> Blocked:
-    code = MODEL_MISSING if isinstance(gone.error, ModelMissingError) else MODEL_FAULT
-    message = gone.error.message
+def _unloadable(error: ModelMissingError | ModelFaultError, server: PreparedServer) -> Blocked:
+    code = MODEL_MISSING if isinstance(error, ModelMissingError) else MODEL_FAULT
+    message = error.message
     if "model" in server.hidden:
         message = message.replace(server.spec.model, server.model)
-    return Blocked(code, message, gone.error.hint)
-
-
-def _refused(
-    server: PreparedServer, problem: Problem, problems: list[Problem]
-) -> PreparedServer | None:
-    """Add *problem*; a disabled server keeps it to itself, so that disabling one is a way out."""
-    if server.spec.enabled:
-        problems.append(problem)
-        return None
-    return _hashed(replace(server, blocked=Blocked(MODEL_FAULT, problem.message, problem.hint)))
+    return Blocked(code, message, error.hint)
 
 
 def _kv_problem(source: Source, error: PolicyError) -> Problem:

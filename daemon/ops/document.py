@@ -18,9 +18,14 @@ Verdict = Literal["ok", "degraded", "failing"]
 
 
 class DaemonStatus(TypedDict):
-    """The supervisor itself. *status_endpoint* is null when it is off or could not be opened."""
+    """The supervisor itself. *status_endpoint* is null when it is off or could not be opened.
+
+    *backend* is what workers compute on: metal, cuda or cpu; *mlx_version* is installed beside the daemon.
+    """
 
     version: str
+    mlx_version: str
+    backend: str
     pid: int
     started_at: str
     uptime_s: float

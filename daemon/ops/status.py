@@ -41,6 +41,8 @@ def frame(view: View) -> Document:
         "now": moment(view.wall(view.now)),
         "daemon": {
             "version": view.version,
+            "mlx_version": view.mlx_version,
+            "backend": view.backend,
             "pid": view.pid,
             "started_at": moment(view.wall(view.started)),
             "uptime_s": round(view.now - view.started, 3),

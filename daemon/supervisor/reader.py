@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from daemon.config.load import Loaded, RejectedError, load
-from daemon.config.machine import machine
-from daemon.config.prepare import Prepared, prepare
+from daemon.config.machine import Machine, machine
+from daemon.config.prepare import Prepared, prepare, salvage
 from daemon.errors import ConfigError
 from daemon.paths import StateDir
 from daemon.policy.store import load_allowlist
@@ -38,7 +38,19 @@ class Reader:
         Raises:
             ConfigError: a policy or an architecture is at fault.
         """
-        return await asyncio.to_thread(self._prepare, loaded, before)
+        return await asyncio.to_thread(
+            lambda: prepare(loaded, state=self._state, on=self._machine(), before=before)
+        )
+
+    async def salvage(self, loaded: Loaded) -> Prepared:
+        """Prepare *loaded*, which was accepted once; a server whose model fits it no more is blocked.
+
+        Raises:
+            ConfigError: more than that is at fault.
+        """
+        return await asyncio.to_thread(
+            lambda: salvage(loaded, state=self._state, on=self._machine())
+        )
 
     async def reading(self, files: Sequence[Path], applied: Prepared) -> Reading:
         """Return what the files say, held against what is *applied*."""
@@ -57,9 +69,8 @@ class Reader:
         """Whether `tqd eval --record` has written to the allow-list since it was last read."""
         return await asyncio.to_thread(load_allowlist, self._state.allowlist) != applied.allowlist
 
-    def _prepare(self, loaded: Loaded, before: edits.Servers) -> Prepared:
-        facts = device.facts(self._state, self._environ)
-        return prepare(loaded, state=self._state, on=machine(facts), before=before)
+    def _machine(self) -> Machine:
+        return machine(device.facts(self._state, self._environ))
 
 
 def _read(

@@ -99,7 +99,10 @@ class Configuration:
             kept = await asyncio.to_thread(self._last_good.load, self._reader.path)
             if kept is None:
                 raise
-            loaded, applied = kept, await self._reader.prepare(kept, {})
+            try:
+                loaded, applied = kept, await self._reader.salvage(kept)
+            except ConfigError:
+                raise error from None  # what is wrong with the file that the user has written
             self.status = self.status.stale(error.problems)
         self._in_force.begin(loaded, applied)
         return applied.daemon

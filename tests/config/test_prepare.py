@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from daemon.config.prepare import (
     Prepared,
     live_message,
     prepare,
+    salvage,
     worker_spec,
 )
 from daemon.errors import ConfigError
@@ -209,16 +211,63 @@ def test_a_model_that_has_gone_is_blocked_and_known_as_it_was(
     assert other.facts is None
 
 
-def test_a_damaged_model_is_known_as_it_was(
-    ask: Ask, make_model: MakeModel, tmp_path: Path
+@pytest.mark.parametrize("now", ["{", '{"model_type": "no_such_family"}'])
+def test_a_model_that_was_damaged_or_replaced_is_known_as_it_was(
+    ask: Ask, make_model: MakeModel, tmp_path: Path, now: str
 ) -> None:
     folder = make_model(tmp_path / "m")
     before = ask("chat: {model: m, port: 1}")
-    (folder / "config.json").write_text("{")
+    (folder / "config.json").write_text(now)
     after = ask("chat: {model: m, port: 1}", before=before).servers["chat"]
     assert after.blocked is not None
     assert after.blocked.code == MODEL_FAULT
     assert after.spec_hash == before.servers["chat"].spec_hash
+
+
+def test_an_entry_that_fits_the_model_of_before_and_not_that_of_now_is_no_fault_of_the_edit(
+    ask: Ask, make_model: MakeModel, tmp_path: Path
+) -> None:
+    rule = 'chat: {model: m, port: 1, kv: {layers: [{match: "6-7", mode: fp16}]}}'
+    make_model(tmp_path / "m").rename(tmp_path / "eight")
+    (tmp_path / "m").symlink_to("eight")
+    before = ask(rule)
+    make_model(tmp_path / "four", num_hidden_layers=4)
+    (tmp_path / "m").unlink()
+    (tmp_path / "m").symlink_to("four")
+    after = ask(rule, before=before).servers["chat"]
+    assert after.blocked is not None
+    assert (after.blocked.code, after.blocked.key) == (MODEL_FAULT, "kv.layers.0.match")
+    assert after.spec_hash == before.servers["chat"].spec_hash
+
+    wrong = rule.replace("6-7", "8-9")
+    with pytest.raises(ConfigError, match="no such layers"):
+        ask(wrong, before=before)
+
+
+def test_what_was_accepted_once_is_salvaged_server_by_server(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    make_model(tmp_path / "m")
+    make_model(tmp_path / "odd", model_type="no_such_family")
+    path = tmp_path / "servers.yaml"
+    path.write_text(
+        "version: 1\nservers:\n  here: {model: m, port: 1}\n  odd: {model: odd, port: 2}\n"
+    )
+    found = salvage(load(path, environ={}), state=StateDir(tmp_path / "state")).servers
+    odd = found["odd"].blocked
+    assert found["here"].blocked is None
+    assert odd is not None
+    assert odd.code == MODEL_FAULT
+    assert "no_such_family" in odd.message
+
+
+def test_a_policy_that_is_none_cannot_be_salvaged(make_model: MakeModel, tmp_path: Path) -> None:
+    make_model(tmp_path / "m")
+    path = tmp_path / "servers.yaml"
+    path.write_text("version: 1\nservers:\n  a: {model: m, port: 1, kv: {policy: balanced}}\n")
+    loaded = replace(load(path, environ={}), policies={})  # as another tqd might know them
+    with pytest.raises(ConfigError, match=r"servers\.a\.kv\.policy"):
+        salvage(loaded, state=StateDir(tmp_path / "state"))
 
 
 def test_faults_of_policies_stand_at_their_key(

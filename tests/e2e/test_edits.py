@@ -393,6 +393,30 @@ def test_a_damaged_model_blocks_its_server_at_a_cold_start_and_no_other(site: Si
     site.ready()
 
 
+def test_a_model_of_another_kind_than_before_blocks_its_server_at_a_cold_start(site: Site) -> None:
+    _model_of_its_own(site, "b")
+    site.add("a")
+    site.add("b", model="./b")
+    site.write()
+    site.run()
+    site.ready()
+    site.signal(signal.SIGTERM)
+    assert site.ended() == 0
+
+    config = site.folder / "b" / "config.json"
+    whole = config.read_text()
+    config.write_text(whole.replace("llama", "no_such_family"))
+    site.run()
+    site.ready("a")
+    assert "no_such_family" in str(site.is_in("b", "blocked")["reason"])
+    assert site.config()["state"] == "stale"
+
+    config.write_text(whole)
+    assert site.tqd("start", "b").exit_code == 0
+    assert site.tqd("reload").exit_code == 0
+    assert site.config()["state"] == "applied"
+
+
 def _model_of_its_own(site: Site, name: str) -> None:
     shutil.copytree(site.folder / "model", site.folder / name)
 

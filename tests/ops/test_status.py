@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 from daemon.config.spec import ServerSpec
-from daemon.ops.document import Document, ServerStatus
+from daemon.ops.document import DaemonStatus, Document, ServerStatus
 from daemon.ops.status import document, unready
 from daemon.ops.view import View
 from daemon.supervisor.plan import Fleet
@@ -19,6 +19,11 @@ def test_the_document_is_json_and_every_section_has_its_promised_keys(view: View
     found = document(view)
     assert json.loads(json.dumps(found)) == found
     assert found.keys() == Document.__annotations__.keys()
+    assert found["daemon"].keys() == DaemonStatus.__annotations__.keys()
+    assert (found["daemon"]["backend"], found["daemon"]["mlx_version"]) == (
+        view.backend,
+        view.mlx_version,
+    )
     for server in found["servers"]:
         assert server.keys() == ServerStatus.__annotations__.keys()
 
