@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from daemon.errors import WorkerExit
 from daemon.supervisor import exits, moves, rollback
-from daemon.supervisor.events import Exited, SendDrain, SendSignal, SpawnFailed
+from daemon.supervisor.events import Exited, Recheck, SendDrain, SendSignal, SpawnFailed
 from daemon.supervisor.moves import Result
 from daemon.supervisor.server import Cause, Desired, Ending, LastExit, Server, State, Worker
 
@@ -68,7 +68,9 @@ def spawn_failed(server: Server, worker: Worker, event: SpawnFailed, now: float)
     if worker.ending is not None:
         return moves.queue(gone, now)
     if event.cause.code in BLOCKING:
-        return moves.block(gone, event.cause, now), ()
+        # files that it lacked when they were last looked for may be there by now
+        look = () if event.cause.code == "port_in_use" else (Recheck(server.name),)
+        return moves.block(gone, event.cause, now), look
     return _roll_back(gone, _back_off(gone, event.cause, event.jitter, now), now)
 
 

@@ -209,7 +209,6 @@ class Reconciler:
         prepared = self._sections[name, server.spec_hash]
         if (cause := edits.cause(prepared)) is not None:
             self.workers.refuse(name, launch, cause)
-            self._recheck()  # what it lacked when the file was read may be there by now
             return
         address = server.address
         listener = self._sockets.get(address)

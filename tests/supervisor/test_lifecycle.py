@@ -330,12 +330,21 @@ def test_the_workers_own_words_explain_a_failure(machine: Machine) -> None:
 def test_a_taken_port_blocks_without_spending_a_retry(machine: Machine) -> None:
     machine(Start(), Grant("n"), SpawnFailed(1, IN_USE))
     assert (machine.state, machine.server.failures) == (State.BLOCKED, 0)
+    assert events.Recheck("chat") not in machine.effects
 
     machine(Tick(), after=moves.RECHECK_S)
     assert machine.effects[-1] == events.Recheck("chat")
 
     machine(Unblock())
     assert machine.server.queued
+
+
+def test_files_that_a_launch_lacked_are_looked_for_at_once(machine: Machine) -> None:
+    """They may be back since the configuration was read; a look every half minute would be late."""
+    gone = Cause("model_missing", "there is no folder /m")
+    machine(Start(), Grant("n"), SpawnFailed(1, gone))
+    assert (machine.state, machine.server.cause) == (State.BLOCKED, gone)
+    assert machine.effects[-1] == events.Recheck("chat")
 
 
 def test_missing_files_are_looked_for_less_often_than_a_port(machine: Machine) -> None:
