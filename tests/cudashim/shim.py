@@ -16,6 +16,7 @@ from unittest.mock import patch
 import mlx.core as mx
 import numpy as np
 
+from daemon.kernels.packing import native_layout
 from tests.cudashim import compiler
 from tests.cudashim.translate import translation, written_inputs
 from tests.metalshim import launch
@@ -40,13 +41,14 @@ MOST_SHARED_BYTES = 227 * 1024  # of a block, on Hopper
 
 @dataclass(eq=False)
 class Settings:
-    """How kernels run, *read*: how their files are; and what ran: each launch by kernel."""
+    """How kernels run, *read*: how their files are; and what ran: each launch by kernel, and each kernel's text."""
 
     mode: str = "ub"
     order: str = "forward"
     seed: int = 0
     read: Callable[[Path], str] = Path.read_text
     launches: list[tuple[str, Launched]] = field(default_factory=list)
+    sources: set[str] = field(default_factory=set)
 
 
 _installed: list[Settings] = []  # the last one counts
@@ -105,6 +107,7 @@ def cuda_kernel(
             )
         values = [(key, template_value(value)) for key, value in template]
         text = translation(name, header, source, arguments, values, shared_memory, settings.read)
+        settings.sources.add(text)
         blocks = [math.ceil(n / size) for n, size in zip(grid, threadgroup, strict=True)]
         done = launch.launch(
             compiler.compiled(text, settings.mode),
@@ -136,14 +139,18 @@ def installed(
 ) -> Iterator[Settings]:
     """Make code that is written for CUDA run here: mx.fast.cuda_kernel is ours, and a Hopper GPU is the default device."""
     settings = Settings(mode, order, seed, read)
+    cpu_stream = mx.default_stream
     _installed.append(settings)
     with (
         patch.object(mx.fast, "cuda_kernel", cuda_kernel),
         patch.object(mx.cuda, "is_available", lambda: True),
         patch.object(mx, "default_device", lambda: mx.Device(mx.gpu)),
+        patch.object(mx, "default_stream", lambda _: cpu_stream(mx.cpu)),
         patch.object(mx, "device_info", lambda *_: {"compute_capability_major": 9}),
     ):
+        native_layout.cache_clear()  # it goes by the device
         try:
             yield settings
         finally:
+            native_layout.cache_clear()
             _installed.remove(settings)
