@@ -19,8 +19,9 @@ from typing import assert_never
 from structlog.typing import FilteringBoundLogger
 
 from daemon.config import wire
+from daemon.config.handover import live_message, worker_spec
 from daemon.config.machine import Machine
-from daemon.config.prepare import PreparedServer, live_message, worker_spec
+from daemon.config.prepare import PreparedServer
 from daemon.config.spec import DaemonSpec
 from daemon.log import get_logger
 from daemon.supervisor import edits, events, plan, room

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from daemon.config import wire
 from daemon.config.load import load
 from daemon.config.machine import Machine
 from daemon.config.prepare import (
@@ -16,10 +15,8 @@ from daemon.config.prepare import (
     MODEL_FAULT,
     MODEL_MISSING,
     Prepared,
-    live_message,
     prepare,
     salvage,
-    worker_spec,
 )
 from daemon.errors import ConfigError
 from daemon.paths import StateDir
@@ -363,36 +360,6 @@ def test_an_allowlist_entry_of_this_machine_counts(
     assert after.resolved is not None
     assert after.resolved.effective_counts == {"turbo4v4": 8}
     assert after.spec_hash != before.spec_hash
-
-
-def test_the_worker_gets_all_it_needs_as_one_line_of_json(
-    ask: Ask, make_model: MakeModel, tmp_path: Path
-) -> None:
-    folder = make_model(tmp_path / "m")
-    server = ask(
-        "chat: {model: m, port: 1, api_key: k, aliases: [a], env: {A: b}, drain_timeout: 1500ms,"
-        ' kv: {layers: [{match: [0, 1], mode: fp16}, {match: "last:1", v: int8}]}}'
-    ).servers["chat"]
-    spec = worker_spec(server, launch=3, nonce="n", log_level="debug", memory_limit_bytes=5)
-    again = wire.to_worker.validate_json(wire.encode(spec))
-    assert again == spec
-    assert (spec.launch, spec.nonce, spec.log_level, spec.memory_limit_bytes) == (
-        3,
-        "n",
-        "debug",
-        5,
-    )
-    assert (spec.model_path, spec.api_key, spec.spec_hash) == (str(folder), "k", server.spec_hash)
-    assert spec.server.max_context == 4096  # as planned: the worker does not choose another
-    message = live_message(server)
-    assert wire.to_worker.validate_json(wire.encode(message)) == message
-    assert message.server == spec.server
-
-
-def test_a_server_without_a_model_has_no_worker(ask: Ask) -> None:
-    server = ask("chat: {model: org/absent, port: 1}").servers["chat"]
-    with pytest.raises(ValueError, match="no model"):
-        worker_spec(server, launch=1, nonce="n")
 
 
 def test_keys_and_environments_are_not_shown(
