@@ -208,7 +208,7 @@ MUTANTS: list[tuple[Probe, str, str, str]] = [
 @pytest.mark.parametrize("mode", ["ub", "rough", "check"])
 @pytest.mark.parametrize(
     "probe",
-    [stepping, long, meeting, wide_codes, narrow_codes, narrowest, general, rounds, encodes_halves, encodes_the_rest],
+    [stepping, long, meeting, wide_codes, narrow_codes, narrowest, general, odd_codes, rounds, encodes_halves, encodes_the_rest],
     ids=lambda probe: probe.__name__,
 )  # fmt: skip
 def test_the_kernels_as_they_are_pass(probe: Probe, mode: str) -> None:
