@@ -20,7 +20,17 @@ from daemon.kernels.keys import KeyTransform, Rotary
 from daemon.kernels.packing import TILE, Packed, TileLayout
 from daemon.kernels.stepping import Leaving, Span, no_tiles
 from daemon.kernels.stored import RawSide, Stored
-from daemon.policy.schemes import FP16, INT8, TURBO2, TURBO3, TURBO4, TURBO5, Codec
+from daemon.policy.schemes import (
+    FP16,
+    INT8,
+    TRELLIS3,
+    TURBO2,
+    TURBO3,
+    TURBO3_5,
+    TURBO4,
+    TURBO5,
+    Codec,
+)
 from tests.cudashim import shim
 from tests.metalshim import compiler
 
@@ -278,6 +288,10 @@ GENERAL = [
     Problem(k=FP16, v=TURBO3, dim_k=64, dim_v=256, mask="boolean"),
     Problem(k=TURBO2, v=FP16, dim_k=96, dim_v=64, queries=5, logits=True),
     Problem(k=INT8, v=INT8, dim_k=64, dim_v=64, queries=8, grouped=2),
+    Problem(k=TURBO3_5, v=TURBO3_5, mean="rotary", queries=2),
+    Problem(k=TRELLIS3, v=TRELLIS3, dim_k=80, dim_v=80, mean="rotary", logits=True),
+    Problem(k=TURBO4, v=TRELLIS3, dim_k=128, dim_v=64, dtype=mx.bfloat16),
+    Problem(k=TRELLIS3, v=TURBO3_5, dim_k=64, dim_v=192, grouped=7, mask="additive"),
 ]
 
 

@@ -15,7 +15,7 @@ from daemon.kernels.case import Case
 from daemon.kernels.cuda import encoding, launch, plan, rounding
 from daemon.kernels.cuda.layer import layer_of
 from daemon.kernels.packing import TileLayout
-from daemon.policy.schemes import INT8, TURBO2, TURBO3, TURBO4, TURBO5, Codec
+from daemon.policy.schemes import INT8, TRELLIS3, TURBO2, TURBO3, TURBO3_5, TURBO4, TURBO5, Codec
 from tests.cudashim import shim
 from tests.kernels.test_cuda_attention import Problem, build, expected, limit, wide
 from tests.metalshim import compiler
@@ -109,6 +109,11 @@ def general() -> bool:
         return right(problem)
 
 
+def odd_codes() -> bool:
+    """Pairs in 7 bits, and a trellis."""
+    return right(Problem(dim_k=64, dim_v=64, k=TURBO3_5, v=TRELLIS3, n_kv=1, packed_to=70, tail=3))
+
+
 def rounds() -> bool:
     u = np.random.default_rng(1).standard_normal((20, 80))
     u = mx.array((u * 80**0.5 / np.linalg.norm(u, axis=-1, keepdims=True)).astype(np.float32))
@@ -184,6 +189,10 @@ MUTANTS: list[tuple[Probe, str, str, str]] = [
     (general, "scan", "mask_heads > 1 ? h : 0", "0"),
     (general, "scan", "if (logits) total += exp2f(sink - top);", ""),
     (general, "codes", "shift += width;", "shift += 1;"),
+    (odd_codes, "codes", "d % 2 ? pair / 11 : pair % 11", "d % 2 ? pair % 11 : pair / 11"),
+    (odd_codes, "codes", "(d + D - 2) % D", "(d + D - 1) % D"),
+    (odd_codes, "codes", "2 * distance + max", "distance + max"),
+    (odd_codes, "codes", "+ 16) & 31", "+ 16) & 15"),
     (encodes_halves, "codes", "(m & 1u) << f.plane()", "(m & 1u) << f.sign()"),
     (encodes_the_rest, "codes", "reg % 2) + 4 * byte", "reg % 2) + 2 * byte"),
     (encodes_the_rest, "encode", "most) / 127.f", "most) / 120.f"),
@@ -199,7 +208,7 @@ MUTANTS: list[tuple[Probe, str, str, str]] = [
 @pytest.mark.parametrize("mode", ["ub", "rough", "check"])
 @pytest.mark.parametrize(
     "probe",
-    [stepping, long, meeting, wide_codes, narrow_codes, narrowest, general, rounds, encodes_halves, encodes_the_rest],
+    [stepping, long, meeting, wide_codes, narrow_codes, narrowest, general, odd_codes, rounds, encodes_halves, encodes_the_rest],
     ids=lambda probe: probe.__name__,
 )  # fmt: skip
 def test_the_kernels_as_they_are_pass(probe: Probe, mode: str) -> None:
