@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 FAULTY_WORKER = Path(__file__).parent / "faulty_worker.py"
 
 
-@pytest.mark.model
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", ["raise", "hang"])
-def test_c21_a_dead_or_hung_engine_ends_its_streams_and_is_replaced(
-    site: Site, demo_model_path: Path, fault: str
-) -> None:
+def test_c21_a_dead_or_hung_engine_ends_its_streams_and_is_replaced(site: Site, fault: str) -> None:
+    from tests.worker.tiny_model import write_tiny_model
+
+    write_tiny_model(site.folder / "tiny")
     trigger = site.folder / "fault"
     site.environment |= {
         "TQD_WORKER_COMMAND": f"{sys.executable} {FAULTY_WORKER}",
@@ -30,23 +30,22 @@ def test_c21_a_dead_or_hung_engine_ends_its_streams_and_is_replaced(
     }
     port = site.add(
         "a",
-        model=str(demo_model_path),
-        max_context=256,
+        model="./tiny",
         kv={"mode": "fp16"},
         probe={"interval": "1s", "stall": "4s"},
-        stop_grace="8s",
+        drain_timeout="1s",
+        stop_grace="4s",
     )
     site.write()
     site.run()
     site.until(lambda: site.server("a")["state"] == "ready", "the worker is ready", 120)
 
-    stream = ask(port)
-    assert stream.readline().startswith(b"data: ")
     trigger.write_text(fault)
-    rest = stream.read()
+    answer = ask(port).read()
 
-    assert b'"error"' in rest
-    assert b"[DONE]" not in rest
+    assert b'"content"' in answer.partition(b'"error"')[0]
+    assert b'"error"' in answer
+    assert b"[DONE]" not in answer
     site.until(
         lambda: site.server("a")["launch"] == 2 and site.server("a")["state"] == "ready",
         "another worker is ready",
@@ -65,6 +64,7 @@ def ask(port: int) -> urllib.request.Request:
         "model": "a",
         "stream": True,
         "max_tokens": 100,
+        "ignore_eos": True,
         "messages": [{"role": "user", "content": "Count to one hundred."}],
     }
     request = urllib.request.Request(

@@ -16,7 +16,7 @@ from daemon.policy.request import request as kv_request
 from daemon.policy.spec import KvSpec
 from daemon.worker.engine import LoadedEngine, start_engine
 from daemon.worker.requests import GenerationRequest, Sampling
-from tests.worker.specs import worker_spec
+from tests.worker.specs import on_the_demo_model, worker_spec
 
 pytestmark = [pytest.mark.model, pytest.mark.e2e]
 
@@ -27,22 +27,26 @@ QUESTIONS = (
 )
 
 
-def spec_for(folder: Path, **kv: Any) -> WorkerSpec:
+def spec_for(folder: Path, profiles: Path, **kv: Any) -> WorkerSpec:
     asked = KvSpec(**kv)
     spec = worker_spec(max_concurrent=4)
-    return spec.model_copy(
+    changed = spec.model_copy(
         update={
-            "model_path": str(folder),
             "kv": kv_request(asked, store.load_policies().policies),
             "server": spec.server.model_copy(update={"kv": asked}),
         }
     )
+    return on_the_demo_model(changed, folder, profiles)
 
 
-@pytest.fixture(params=[{"policy": "exact"}, {"mode": "turbo8v4"}], ids=["exact", "turbo8v4"])
-def loaded(request: pytest.FixtureRequest, demo_model_path: Path) -> Iterator[LoadedEngine]:
+@pytest.fixture(
+    scope="module", params=[{"policy": "exact"}, {"mode": "turbo8v4"}], ids=["exact", "turbo8v4"]
+)
+def loaded(
+    request: pytest.FixtureRequest, demo_model_path: Path, demo_profiles: Path
+) -> Iterator[LoadedEngine]:
     running = start_engine(
-        spec_for(demo_model_path, **request.param),
+        spec_for(demo_model_path, demo_profiles, **request.param),
         progress=lambda *_: None,
         on_failure=lambda _: None,
     )
@@ -75,7 +79,7 @@ def test_the_model_answers_and_exact_is_token_identical_to_mlx_lm(
     """Three ragged rows decoded together, against mlx-lm alone on its own cache."""
     import mlx_lm
 
-    got = asyncio.run(answers(loaded, 24))
+    got = asyncio.run(answers(loaded, 12))
 
     assert loaded.tokenizer.decode(got[0]).startswith("The capital of France is Paris.")
     if loaded.kv.policy == "exact":
