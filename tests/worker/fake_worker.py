@@ -11,6 +11,7 @@ from dataclasses import replace
 from daemon.config.wire import WorkerSpec
 from daemon.errors import PolicyError, WorkerExit, WorkerExitError
 from daemon.worker.main import main
+from tests.worker.byte_tokenizer import ByteTokenizer
 from tests.worker.fake_engine import FakeEngine, FakeLoaded, Script, fake_loaded
 
 
@@ -38,7 +39,8 @@ def load(
     script = Script(
         step_s=float(labels.get("step_s", 0)), fail_after=int(fail_after) if fail_after else None
     )
-    loaded = fake_loaded(spec, FakeEngine(script, on_failure=on_failure))
+    engine = FakeEngine(script, on_failure=on_failure, tokenizer=ByteTokenizer())
+    loaded = fake_loaded(spec, engine)
     warnings = (labels["warning"],) if "warning" in labels else ()
     return replace(loaded, kv=loaded.kv.model_copy(update={"warnings": warnings}))
 
