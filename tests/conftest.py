@@ -62,12 +62,6 @@ def demo_model_path() -> Path:
     return demo_model.make(paths.cache_dir())
 
 
-@pytest.fixture(scope="session")
-def demo_profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the demo model's calibration is kept: whoever loads it packed first measures, all others read."""
-    return tmp_path_factory.mktemp("profiles")
-
-
 @pytest.fixture(autouse=True)
 def _no_settings_of_this_shell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests must not see the servers.yaml or the state folder of whoever runs them."""

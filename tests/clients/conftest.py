@@ -16,7 +16,7 @@ from daemon.config.wire import Drain, Ready
 from tests.worker.child_process import REAL, Child, child
 from tests.worker.fake_engine import Script
 from tests.worker.live_app import live_app
-from tests.worker.specs import on_the_demo_model, worker_spec
+from tests.worker.specs import worker_spec
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ def serve_fake(script: Script, **server: Any) -> Iterator[LiveWorker]:
 
 
 @contextmanager
-def serve_real(folder: Path, profiles: Path) -> Iterator[LiveWorker]:
+def serve_real(folder: Path) -> Iterator[LiveWorker]:
     """Run a worker process on the demo model, as the supervisor does."""
     spec = worker_spec(api_key="test-key", max_concurrent=4)
-    with child(on_the_demo_model(spec, folder, profiles), REAL) as worker:
+    with child(spec.model_copy(update={"model_path": str(folder)}), REAL) as worker:
         worker.until(Ready)
         channel = threading.Thread(target=drained, args=(worker,))
         channel.start()
@@ -88,8 +88,7 @@ def live_worker(request: pytest.FixtureRequest) -> Iterator[LiveWorker]:
         with serve_fake(Script(step_s=0.001)) as worker:
             yield worker
     else:
-        places = map(request.getfixturevalue, ("demo_model_path", "demo_profiles"))
-        with serve_real(*places) as worker:
+        with serve_real(request.getfixturevalue("demo_model_path")) as worker:
             yield worker
 
 

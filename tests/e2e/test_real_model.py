@@ -16,7 +16,7 @@ from daemon.policy.request import request as kv_request
 from daemon.policy.spec import KvSpec
 from daemon.worker.engine import LoadedEngine, start_engine
 from daemon.worker.requests import GenerationRequest, Sampling
-from tests.worker.specs import on_the_demo_model, worker_spec
+from tests.worker.specs import worker_spec
 
 pytestmark = [pytest.mark.model, pytest.mark.e2e]
 
@@ -27,26 +27,24 @@ QUESTIONS = (
 )
 
 
-def spec_for(folder: Path, profiles: Path, **kv: Any) -> WorkerSpec:
+def spec_for(folder: Path, **kv: Any) -> WorkerSpec:
     asked = KvSpec(**kv)
     spec = worker_spec(max_concurrent=4)
-    changed = spec.model_copy(
+    return spec.model_copy(
         update={
+            "model_path": str(folder),
             "kv": kv_request(asked, store.load_policies().policies),
             "server": spec.server.model_copy(update={"kv": asked}),
         }
     )
-    return on_the_demo_model(changed, folder, profiles)
 
 
 @pytest.fixture(
     scope="module", params=[{"policy": "exact"}, {"mode": "turbo8v4"}], ids=["exact", "turbo8v4"]
 )
-def loaded(
-    request: pytest.FixtureRequest, demo_model_path: Path, demo_profiles: Path
-) -> Iterator[LoadedEngine]:
+def loaded(request: pytest.FixtureRequest, demo_model_path: Path) -> Iterator[LoadedEngine]:
     running = start_engine(
-        spec_for(demo_model_path, demo_profiles, **request.param),
+        spec_for(demo_model_path, **request.param),
         progress=lambda *_: None,
         on_failure=lambda _: None,
     )

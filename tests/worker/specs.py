@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-from daemon.config.locate import Located, fingerprint
 from daemon.config.spec import ServerSpec
 from daemon.config.wire import WorkerSpec
 from daemon.policy.spec import KvRequest
@@ -35,13 +33,3 @@ def worker_spec(*, api_key: str | None = None, name: str = "chat", **server: Any
             strict=False,
         ),
     )
-
-
-def on_the_demo_model(spec: WorkerSpec, folder: Path, profiles: Path) -> WorkerSpec:
-    """Return *spec* for the model in *folder*, its calibration kept in *profiles* as a daemon keeps it."""
-    found = {
-        "model_path": str(folder),
-        "fingerprint": fingerprint(Located(folder)),
-        "profiles": str(profiles),
-    }
-    return spec.model_copy(update=found)
