@@ -4,7 +4,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import mlx.core as mx
 import pytest
 from hypothesis import settings
 
@@ -43,15 +42,6 @@ def make_model() -> MakeModel:
         return folder
 
     return make
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine has no device for, with the reason."""
-    for item in items:
-        if "metal" in item.keywords and not mx.metal.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs an Apple GPU"))
-        if "cuda" in item.keywords and not mx.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
 @pytest.fixture(scope="session")

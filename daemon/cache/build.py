@@ -330,6 +330,12 @@ def _rows(cache: Any, row: Row, index: int) -> list[Row]:
     return rows
 
 
+def vocab_size(model: Any) -> int:
+    """Return how many logits *model* gives."""
+    size: int = model(mx.array([[0]])).shape[-1]  # nothing is computed for a shape
+    return size
+
+
 def probe(model: Any, factory: CacheFactory, vocab_size: int) -> CacheFactory:
     """Run *model* on its own caches and on ours; return *factory*, or one that falls back with the reason.
 

@@ -6,19 +6,18 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import mlx.core as mx
 from pydantic import ValidationError
 
 from daemon.cache import build, calibrate, seam
 from daemon.cache.build import CacheFactory
+from daemon.cache.in_force import own_plans, put_in_force
 from daemon.cache.sequence import BatchCache, SequenceCache
 from daemon.errors import PolicyError
 from daemon.kernels.attention import on_this_device
 from daemon.kernels.keys import KeyTransform
-from daemon.policy.architecture import Architecture, LayerKind, read_architecture
+from daemon.policy.architecture import Architecture, read_architecture
 from daemon.policy.evidence import allowance
 from daemon.policy.request import request
-from daemon.policy.resolve import resolve
 from daemon.policy.resolved import LayerPlan, ResolvedPolicy, summarize
 from daemon.policy.schemes import UnknownSchemeError, parse_scheme
 from daemon.policy.spec import KvSpec
@@ -64,15 +63,13 @@ def quantize_prompt_cache(
     if allowed is None:
         allowed = allowance(architecture.model_type, load_allowlist())
     asked = request(_spec(policy), load_policies().policies)
-    resolved = resolve(asked, architecture, allowed=allowed)
-
-    seam.install()
-    factory = _proved(model, resolved)
-    keys = _without_biases(model, factory, architecture)
-    if not keys and architecture.boundary_k:
-        # as in a server: keys of this family that keep their mean
-        resolved = resolve(asked, architecture, allowed=allowed, key_means=False)
-        factory = _proved(model, resolved)
+    resolved, factory, keys = put_in_force(
+        asked,
+        architecture,
+        allowed=allowed,
+        prove=lambda plans: _proved(model, plans),
+        find_means=lambda found: _without_biases(model, found, architecture),
+    )
     if len(cache) != len(factory.slots):
         raise ValueError(
             f"the cache has {len(cache)} parts and the model makes {len(factory.slots)}"
@@ -80,19 +77,14 @@ def quantize_prompt_cache(
     slots = build.with_keys(build.plan_slots(cache, factory.plans), keys, calibrate.CHECKPOINT)
     plans = [slot.plan for slot in slots]
     if asked.strict:
-        _refuse_fallbacks(_own(resolved), plans)
+        _refuse_fallbacks(own_plans(resolved), plans)
     caches = build.convert_slots(cache, slots, on_this_device())
     return PromptCache(caches, _as_built(resolved, plans))
 
 
-def _own(resolved: ResolvedPolicy) -> list[LayerPlan]:
-    """Return the plans of layers that have a cache of their own."""
-    return [plan for plan in resolved.layers if plan.kind is not LayerKind.SHARED]
-
-
-def _proved(model: Any, resolved: ResolvedPolicy) -> CacheFactory:
-    vocab_size: int = model(mx.array([[0]])).shape[-1]  # nothing is computed for a shape
-    return build.probe(model, build.plan_caches(model, _own(resolved)), vocab_size)
+def _proved(model: Any, plans: Sequence[LayerPlan]) -> CacheFactory:
+    seam.install()
+    return build.probe(model, build.plan_caches(model, plans), build.vocab_size(model))
 
 
 def _without_biases(

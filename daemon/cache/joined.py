@@ -60,7 +60,10 @@ class Joined:
             for row, length, gone in zip(rows, self._lengths, left, strict=True)
         )
         self._left = [index for index, gone in enumerate(left) if gone]
-        self._tiles = [no_tiles() if row.tiles is None else row.tiles for row in rows]
+        layout = first.layout
+        assert layout is not None, "a row that is joined has a layout"
+        self._nothing = no_tiles(plain.shape[2], layout.words)
+        self._tiles = [self._nothing if row.tiles is None else row.tiles for row in rows]
         self._due = [
             row.folds_at - length for row, length in zip(rows, self._lengths, strict=True)
         ]  # how many tokens each has got when the next one makes tokens leave its tail
@@ -145,7 +148,7 @@ class Joined:
             for at, each in enumerate(together):
                 row, span = rows[each.row], self._spans[each.row]
                 end = max(span.packed_to, self._sinks) + each.tokens
-                self._tiles[each.row] = no_tiles()  # or writing to them would be copying them
+                self._tiles[each.row] = self._nothing  # or writing to them would be copying them
                 row.take_tiles(tiles[at], end)
                 assert row.tiles is not None
                 self._tiles[each.row] = row.tiles

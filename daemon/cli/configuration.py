@@ -6,26 +6,31 @@ import json
 import os
 import re
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from daemon.cli.ports import look_at_ports
 from daemon.cli.report import report
 from daemon.cli.tables import print_report
 from daemon.config.load import load
 from daemon.config.machine import machine
 from daemon.config.prepare import prepare
 from daemon.config.schema import json_schema
-from daemon.errors import ConfigError, TqdError
+from daemon.errors import ConfigError, DaemonUnreachableError, TqdError
+from daemon.ops.document import Document
+from daemon.paths import StateDir
 from daemon.supervisor import device, environment
+from daemon.supervisor.client import Client
 
 if TYPE_CHECKING:  # the group imports this module
     from daemon.cli.main import Settings
 
 DEFAULT_MODEL = "mlx-community/Qwen3-8B-4bit"
 
+_NOBODY_ASKED = "no daemon of {} runs: ports of another daemon's workers count as taken, unless --state-dir names its folder"
 _SAFE_PLAIN = re.compile(r"/?[A-Za-z0-9][\w.-]*(?:/[\w.-]+)+", re.ASCII)
 
 _STARTING_FILE = """\
@@ -54,18 +59,33 @@ def check(settings: Settings, as_json: bool) -> None:
     """Say what servers.yaml means: every server, every layer, every byte. Exits with 0 or 2."""
     try:
         here = machine(device.facts(settings.state, environment.inherited()))
-        result = report(prepare(load(settings.config), state=settings.state, on=here))
+        prepared = prepare(load(settings.config), state=settings.state, on=here)
     except ConfigError as error:
         if not as_json:
             raise
         problems = [asdict(problem) for problem in error.problems]
         click.echo(json.dumps({"ok": False, "problems": problems}, indent=2))
         sys.exit(error.exit_code)
+    specs = {name: server.spec for name, server in prepared.servers.items()}
+    running = _running(settings.state)
+    ports = look_at_ports(specs, prepared.daemon, running)
+    result = report(prepared, ports)
+    if ports.servers and running is None:
+        result = replace(
+            result, warnings=(*result.warnings, _NOBODY_ASKED.format(settings.state.root))
+        )
     if as_json:
         click.echo(json.dumps(result.document(), indent=2))
     else:
         print_report(result)
     sys.exit(0 if result.ok else ConfigError.exit_code)
+
+
+def _running(state: StateDir) -> Document | None:
+    try:
+        return Client(state).status()
+    except DaemonUnreachableError:
+        return None
 
 
 @click.command()

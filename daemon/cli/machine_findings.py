@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from daemon.cli.findings import Finding, Scene
 from daemon.config.context import MlxContext, installed
-from daemon.config.machine import memory_bytes
+from daemon.config.machine import host_memory
 from daemon.paths import hf_hub_dir
 from daemon.supervisor.environment import (
     OPENBLAS_HINT,
@@ -134,17 +134,18 @@ def judge_mlx(context: MlxContext, *, has_gpu: bool) -> Finding:
 
 
 def _memory() -> Finding:
-    memory, swap = psutil.virtual_memory(), psutil.swap_memory()
-    limit = memory_bytes()
-    container = (
-        f", of which this container may use {format_size(limit)}" if limit < memory.total else ""
-    )
+    total, swap, now = psutil.virtual_memory().total, psutil.swap_memory().total, host_memory()
+    limit = now.total_bytes
+    container = f", of which this container may use {format_size(limit)}" if limit < total else ""
+    wired = "" if now.wired_bytes is None else f", {format_size(now.wired_bytes)} wired"
     text = (
-        f"{format_size(memory.total)}{container}, {format_size(memory.available)} free,"
-        f" swap {format_size(swap.used)} of {format_size(swap.total)} used"
+        f"{format_size(total)}{container}, {format_size(now.available_bytes)} free{wired},"
+        f" swap {format_size(now.swap_used_bytes)} of {format_size(swap)} used, pressure {now.pressure or 'unknown'}"
     )
-    if memory.available < memory.total / 10:
-        return Finding("memory", "warn", text, "less than a tenth is free: models may not load")
+    if now.pressure in ("warn", "critical"):
+        return Finding(
+            "memory", "warn", text, "close other programs: models may not load, or be slow"
+        )
     return Finding("memory", "ok", text)
 
 

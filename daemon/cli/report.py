@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from daemon.cli.ports import Ports
 from daemon.config.prepare import Prepared, PreparedServer
+from daemon.errors import TqdError
 from daemon.policy.claim import Claim
 from daemon.policy.resolved import LayerGroup
 from daemon.supervisor import memory
@@ -78,8 +80,8 @@ class Report:
         return {**asdict(self), "problems": []}
 
 
-def report(prepared: Prepared) -> Report:
-    """Return what *prepared* means for the one who wrote it."""
+def report(prepared: Prepared, ports: Ports) -> Report:
+    """Return what *prepared* means for the one who wrote it, with *ports* as they are now."""
     claims = {
         server.name: server.claim
         for server in prepared.servers.values()
@@ -88,25 +90,37 @@ def report(prepared: Prepared) -> Report:
     refused = memory.admit_in_turn(prepared.budget_bytes, claims.items(), {})
     fitting = {name: claim for name, claim in claims.items() if name not in refused}
     shares = memory.divide(prepared.budget_bytes, fitting)
-    servers = tuple(_server(server, shares.get(name)) for name, server in prepared.servers.items())
+    servers = tuple(
+        _server(server, shares.get(name), ports.servers.get(name))
+        for name, server in prepared.servers.items()
+    )
     together = _memory(prepared, claims)
     return Report(
         config=str(prepared.path),
         servers=servers,
         memory=together,
-        warnings=tuple(map(str, prepared.warnings)),
+        warnings=(*map(str, prepared.warnings), *_endpoint(prepared, ports)),
         ok=together.fits != "no" and not any(s.state in ("unresolved", "blocked") for s in servers),
     )
 
 
-def _server(server: PreparedServer, share_bytes: int | None) -> ServerReport:
-    cost, blocked, resolved = server.cost, server.blocked, server.resolved
+def _endpoint(prepared: Prepared, ports: Ports) -> Iterator[str]:
+    if (taken := ports.endpoint) is not None:
+        without = f"{taken.message}: the daemon would run without its ops endpoint"
+        yield str(prepared.daemon_source.problem("status", without, taken.hint))
+
+
+def _server(
+    server: PreparedServer, share_bytes: int | None, taken: TqdError | None
+) -> ServerReport:
+    cost, resolved = server.cost, server.resolved
+    faults = [it for it in (server.blocked, taken) if it is not None]
     host = f"[{server.spec.host}]" if ":" in server.spec.host else server.spec.host
     return ServerReport(
         name=server.name,
-        state=_state(server),
-        reason=blocked.message if blocked else None,
-        hint=blocked.hint if blocked else None,
+        state=_state(server, taken),
+        reason="; ".join(it.message for it in faults) or None,
+        hint="; ".join(it.hint for it in faults if it.hint) or None,
         model=server.model,
         endpoint=f"{host}:{server.spec.port}",
         policy=server.kv.policy,
@@ -127,11 +141,13 @@ def _server(server: PreparedServer, share_bytes: int | None) -> ServerReport:
     )
 
 
-def _state(server: PreparedServer) -> State:
+def _state(server: PreparedServer, taken: TqdError | None) -> State:
     if not server.spec.enabled:
         return "disabled"
     if server.resolved is None:
         return "unresolved"
+    if taken is not None:
+        return "blocked"
     if server.weights_bytes is None:
         return "no weights"  # a plan needs config.json only: no fault, but nothing to start either
     return "blocked" if server.blocked else "ok"

@@ -9,17 +9,14 @@ from pathlib import Path
 
 from daemon.cli import hosts
 from daemon.cli.findings import Finding, Scene
+from daemon.cli.ports import look_at_ports
 from daemon.cli.service import describe
-from daemon.config.address import parse_endpoint
 from daemon.config.load import Loaded
 from daemon.config.prepare import prepare
 from daemon.errors import ConfigError, Problem, TqdError
-from daemon.ops.document import Document
 from daemon.paths import StateDir
 from daemon.service.unit import Scope
 from daemon.supervisor.instance import holder
-from daemon.supervisor.server import Address
-from daemon.supervisor.sockets import AddressTakenError, bind
 
 
 def site(scene: Scene) -> Iterator[Finding]:
@@ -43,7 +40,7 @@ def _configuration(scene: Scene) -> Iterator[Finding]:
     yield Finding("config", "ok", f"{scene.config}: {', '.join(prepared.servers) or 'no servers'}")
     for server in prepared.servers.values():
         if server.blocked is not None and server.spec.enabled:
-            _, message, hint = server.blocked
+            message, hint = server.blocked.message, server.blocked.hint
             yield Finding("config", "warn", f"{server.name} ({server.model}): {message}", hint)
     for path in _readable_secrets(scene.loaded):
         yield Finding(
@@ -81,47 +78,15 @@ def _readable_secrets(loaded: Loaded) -> Iterator[Path]:
 def _ports(scene: Scene) -> Iterator[Finding]:
     if scene.loaded is None:
         return
-    wanted = {
-        Address(spec.host, spec.port): name
-        for name, spec in scene.loaded.servers.servers.items()
-        if spec.enabled
-    }
-    if status := scene.loaded.servers.daemon.status:
-        endpoint = parse_endpoint(status)
-        wanted[Address(endpoint.host, endpoint.port)] = "the ops endpoint"
-    ours = _held_by(scene.daemon)
-    free = []
-    for address, who in wanted.items():
-        if address in ours:
-            continue
-        try:
-            bind(address).close()
-        except AddressTakenError as error:
-            yield Finding("ports", "problem", f"{who}: {error.message}", error.hint)
-        else:
-            free.append(str(address.port))
-    held = [str(it.port) for it in wanted if it in ours]
-    parts = [
-        f"{' '.join(ports)} {what}" for ports, what in ((held, "ours"), (free, "free")) if ports
-    ]
+    servers = scene.loaded.servers
+    ports = look_at_ports(servers.servers, servers.daemon, scene.daemon)
+    taken = {**ports.servers, **({"the ops endpoint": ports.endpoint} if ports.endpoint else {})}
+    for who, error in taken.items():
+        yield Finding("ports", "problem", f"{who}: {error.message}", error.hint)
+    kinds = ((ports.ours, "ours"), (ports.free, "free"))
+    parts = [f"{' '.join(map(str, found))} {what}" for found, what in kinds if found]
     if parts:
         yield Finding("ports", "ok", ", ".join(parts))
-
-
-def _held_by(daemon: Document | None) -> set[Address]:
-    """Return where the running daemon listens; a server that is stopped or failed holds nothing."""
-    if daemon is None:
-        return set()
-    idle = ("stopped", "failed", "blocked")
-    held = {
-        Address(it["endpoint"]["host"], it["endpoint"]["port"])
-        for it in daemon["servers"]
-        if it["state"] not in idle
-    }
-    if url := daemon["daemon"]["status_endpoint"]:
-        endpoint = parse_endpoint(url.removeprefix("http://"))
-        held.add(Address(endpoint.host, endpoint.port))
-    return held
 
 
 def _state_folder(state: StateDir) -> Iterator[Finding]:

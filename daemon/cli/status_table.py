@@ -118,6 +118,8 @@ def _config_notes(config: ConfigSection) -> Iterator[RenderableType]:
     for divergent in config["divergent"]:
         yield Text(f"\n{rolled_back(divergent)}", style="red")
         yield _hint(RETRY_HINT.format(divergent["server"]))
+    for warning in config["warnings"]:
+        yield Text(f"\nnote: {warning}", style="yellow")
     for step in config["pending"]:
         yield Text(f"  {step}")
     for problem in config["errors"]:
@@ -188,8 +190,10 @@ def _machine(memory: MachineMemory) -> Text:
         f" for servers ({format_size(memory['total_bytes'])} {memory['device']})"
     )
     if memory["over_budget"]:
-        return Text(f"{text}: over budget; what runs goes on, nothing new starts", style="red")
-    return Text(text, style="dim")
+        text += ": over budget; what runs goes on, nothing new starts"
+    if short := memory["pressure"] in ("warn", "critical"):
+        text += f"; the machine is short of memory ({memory['pressure']})"
+    return Text(text, style="red" if memory["over_budget"] else "yellow" if short else "dim")
 
 
 def _layers(server: ServerStatus) -> Iterator[RenderableType]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from typing import ClassVar
 
 from daemon.config.effects import DAEMON_EFFECTS, Effect, effect_of, leaves
 from daemon.config.keys import SECRETS
@@ -34,34 +35,18 @@ class Change:
 class Stop:
     """End the worker: the entry is gone, or it is disabled now and *server* is what remains of it."""
 
+    verb: ClassVar = "stop"
     name: str
     changes: tuple[Change, ...] = ()
     server: PreparedServer | None = None
 
     def __str__(self) -> str:
-        return _line("stop", self.name, self.changes)
+        return _line(self.verb, self.name, self.changes)
 
 
 @dataclass(frozen=True, slots=True)
-class Replace:
-    """Drain the worker and start another one."""
-
-    server: PreparedServer
-    changes: tuple[Change, ...]
-
-    @property
-    def name(self) -> str:
-        """The server's name."""
-        return self.server.name
-
-    def __str__(self) -> str:
-        return _line("restart", self.name, self.changes)
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """A server to run that did not have to: a new entry, or one that was disabled or had no autostart."""
-
+class _Step:
+    verb: ClassVar[str]
     server: PreparedServer
     changes: tuple[Change, ...] = ()
 
@@ -71,23 +56,28 @@ class Start:
         return self.server.name
 
     def __str__(self) -> str:
-        return _line("start", self.name, self.changes)
+        return _line(self.verb, self.name, self.changes)
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class Replace(_Step):
+    """Drain the worker and start another one."""
+
+    verb = "restart"
+
+
+@dataclass(frozen=True, slots=True)
+class Start(_Step):
+    """A server to run that did not have to: a new entry, or one that was disabled or had no autostart."""
+
+    verb = "start"
+
+
+@dataclass(frozen=True, slots=True)
+class Live(_Step):
     """Change what is in force without a restart."""
 
-    server: PreparedServer
-    changes: tuple[Change, ...]
-
-    @property
-    def name(self) -> str:
-        """The server's name."""
-        return self.server.name
-
-    def __str__(self) -> str:
-        return _line("live", self.name, self.changes)
+    verb = "live"
 
 
 Step = Stop | Replace | Start | Live
@@ -145,7 +135,7 @@ def _changes(before: PreparedServer, after: PreparedServer) -> Iterator[Change]:
         yield Change("api_key", HIDDEN, HIDDEN)  # the content of its file
     if not _touches(changed, "kv"):
         yield from _policy_changes(before, after)
-    if "model" not in changed and before.fingerprint != after.fingerprint:
+    if "model" not in changed and _fingerprint(before) != _fingerprint(after):
         yield Change("model", _model(before), _model(after))
     if "max_context" not in changed and before.max_context != after.max_context:
         yield Change("max_context", _text(before.max_context), _text(after.max_context))
@@ -174,8 +164,13 @@ def _text(value: object) -> str:
     return _UNSET if value is None else json.dumps(value, ensure_ascii=False)
 
 
+def _fingerprint(server: PreparedServer) -> str | None:
+    return None if server.facts is None else server.facts.fingerprint
+
+
 def _model(server: PreparedServer) -> str:
-    return f"files {server.fingerprint[:12]}" if server.fingerprint else "missing"
+    known = _fingerprint(server)
+    return "missing" if known is None else f"files {known[:12]}"
 
 
 def _allowance(server: PreparedServer) -> str:

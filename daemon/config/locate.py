@@ -92,7 +92,8 @@ def _complete(folder: Path) -> Path:
         raise ModelMissingError(f"the model's folder cannot be read: {error.strerror}") from error
     if not present:
         raise ModelMissingError(
-            "there is no such folder", hint="a relative path starts from the file that holds it"
+            f"there is no folder {folder}",
+            hint="a relative path starts from the file that holds it",
         )
     if not complete:
         raise ModelMissingError(

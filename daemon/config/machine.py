@@ -15,12 +15,15 @@ from pathlib import Path
 
 import psutil
 
+from daemon.config import pressure
+from daemon.config.pressure import Pressure
 from daemon.policy.claim import Device
 from daemon.units import MemoryBudget
 
 MODEL_SHARE = 0.75  # the rest is for the system, the page cache and other programs
 
 _NO_LIMIT = 2**60  # cgroup v1 says "none" by a number near 2^63
+_PRESSURE = "kern.memorystatus_vm_pressure_level"
 _SYSCTLS = ("hw.memsize", "iogpu.wired_limit_mb")
 _PAGES = re.compile(r'^"?([\w -]+?)"?:\s+(\d+)\.$', re.MULTILINE)
 _FREE_PAGES = ("Pages free", "Pages inactive", "Pages speculative", "Pages purgeable")
@@ -59,11 +62,24 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """The memory of this machine now, in bytes: what could be had without swapping, and what is swapped."""
+    """The memory of this machine now, in bytes: what could be had without swapping, and what is swapped.
+
+    *wired_bytes*: what nobody can swap, of all programs and the system; only a Mac counts it.
+    """
 
     total_bytes: int
     available_bytes: int
     swap_used_bytes: int
+    wired_bytes: int | None = None
+    pressure: Pressure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VmStat:
+    """What macOS could hand out, and what is wired, in bytes."""
+
+    available_bytes: int
+    wired_bytes: int | None
 
 
 def machine(facts: DeviceFacts | None = None) -> Machine:
@@ -104,13 +120,18 @@ def host_memory() -> HostMemory:
     """Return the memory of this machine, or container, as it is now."""
     found = psutil.virtual_memory()
     total, available = found.total, found.available
+    swapped = psutil.swap_memory().used
     if sys.platform == "darwin":
-        available = parse_vm_stat(_output("vm_stat")) or available
+        now = parse_vm_stat(_output("vm_stat")) or VmStat(available, None)
+        level = parse_sysctl(_output("sysctl", _PRESSURE)).get(_PRESSURE)
+        said = pressure.from_mac(level)
+        return HostMemory(total, now.available_bytes, swapped, now.wired_bytes, said)
     if limit := cgroup_limit():
         used = cgroup_used()
         total = min(total, limit)
         available = min(available, max(0, limit - used)) if used is not None else available
-    return HostMemory(total, available, psutil.swap_memory().used)
+    judged = pressure.judge(available, total, pressure.parse_stalls(_stalls()))
+    return HostMemory(total, available, swapped, pressure=judged)
 
 
 def cgroup_limit(root: Path = Path("/")) -> int | None:
@@ -136,13 +157,15 @@ def parse_sysctl(text: str) -> Mapping[str, int]:
     return {name.strip(): int(value) for name, _, value in pairs if value.strip().isdigit()}
 
 
-def parse_vm_stat(text: str) -> int | None:
-    """Return the bytes that macOS could hand out, from what `vm_stat` prints; None: that is no such text."""
+def parse_vm_stat(text: str) -> VmStat | None:
+    """Return what `vm_stat` prints; None: that is no such text."""
     size = re.search(r"page size of (\d+) bytes", text)
     pages = {name: int(count) for name, count in _PAGES.findall(text)}
     if size is None or "Pages free" not in pages:
         return None
-    return int(size[1]) * sum(pages.get(name, 0) for name in _FREE_PAGES)
+    page, wired = int(size[1]), pages.get("Pages wired down")
+    available = page * sum(pages.get(name, 0) for name in _FREE_PAGES)
+    return VmStat(available, None if wired is None else page * wired)
 
 
 def _groups(root: Path) -> Iterator[Path]:
@@ -176,6 +199,13 @@ def _number(path: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+def _stalls() -> str:
+    try:
+        return Path("/proc/pressure/memory").read_text()
+    except OSError:
+        return ""
 
 
 def _stat(folder: Path) -> Mapping[str, int]:

@@ -6,6 +6,7 @@ refused with the place of the key that says it; what is wrong with the machine o
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -14,25 +15,14 @@ from typing import NamedTuple
 
 from daemon.config.effects import SERVER_EFFECTS, Effect, effect_of, leaves
 from daemon.config.load import Loaded
-from daemon.config.locate import (
-    Located,
-    ModelFaultError,
-    ModelMissingError,
-    Weights,
-    fingerprint,
-    locate,
-    read_config,
-    read_weights,
-)
+from daemon.config.locate import ModelFaultError, ModelMissingError
 from daemon.config.machine import Machine, machine
+from daemon.config.models import ArchitectureError, ModelFacts, Models
 from daemon.config.read import ENVIRONMENT_MISFIT
 from daemon.config.source import Source
 from daemon.config.spec import DaemonSpec, ServerSpec, spec_hash
-from daemon.config.wire import Live, WorkerSpec
 from daemon.errors import ConfigError, PolicyError, Problem
-from daemon.log import Level
-from daemon.paths import StateDir, hf_hub_dir
-from daemon.policy.architecture import Architecture, read_architecture
+from daemon.paths import StateDir
 from daemon.policy.budget import KvCost, kv_bytes, kv_cost, longest_context
 from daemon.policy.claim import Claim, Sizing
 from daemon.policy.evidence import allowance, fewest_key_bits
@@ -45,18 +35,19 @@ from daemon.policy.store import load_allowlist
 from daemon.units import format_size
 
 MODEL_MISSING = "model_missing"
-MODEL_FAULT = "model_fault"  # of a disabled server only: an enabled one refuses the whole edit
+MODEL_FAULT = "model_fault"
 FILE_MISSING = "file_missing"
 
 _CONTEXT_WITHOUT_CONFIG = 4096  # tokens, for the few models whose config.json names no limit
 
 
 class Blocked(NamedTuple):
-    """Why a server cannot start on this machine now, and what to do about it."""
+    """Why a server cannot start on this machine now, what to do about it, and the key that asks for it."""
 
     code: str
     message: str
     hint: str | None
+    key: str = "model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +56,9 @@ class PreparedServer:
 
     *spec_hash* changes with whatever needs another worker, *live_hash* with the rest; the latter covers
     the API key and is not for display. *model* is the model as the file names it; *hidden* are the dotted
-    keys whose values must not be shown. Sizes are None while the model or its weights are missing:
-    *kv_bytes* is for `max_concurrent` sequences of *max_context* tokens; *claim* is what the server asks of
-    the machine's memory.
+    keys whose values must not be shown. *facts* and sizes are None while the model or its weights are
+    missing, unless they were there before, when *blocked* says that they are gone: *kv_bytes* is for
+    `max_concurrent` sequences of *max_context* tokens; *claim* is what the server asks of the machine's memory.
     """
 
     name: str
@@ -77,9 +68,7 @@ class PreparedServer:
     spec_hash: str = ""
     live_hash: str = ""
     api_key: str | None = field(default=None, repr=False)
-    model_path: Path | None = None
-    fingerprint: str | None = None
-    architecture: Architecture | None = None
+    facts: ModelFacts | None = None
     allowed: str | None = None
     resolved: ResolvedPolicy | None = None
     max_context: int | None = None
@@ -114,16 +103,44 @@ class Prepared:
         return self.machine.budget_bytes(self.daemon.memory_budget)
 
 
-def prepare(loaded: Loaded, *, state: StateDir, on: Machine | None = None) -> Prepared:
+def prepare(
+    loaded: Loaded,
+    *,
+    state: StateDir,
+    on: Machine | None = None,
+    before: Mapping[str, PreparedServer] | None = None,
+) -> Prepared:
     """Return *loaded* with models found, policies resolved and sizes known.
 
-    *on* is the machine that it is for; by default this one, with models on the CPU.
+    *on* is the machine that it is for; by default this one, with models on the CPU. *before* is what runs:
+    it stays comparable with an entry whose model has gone since.
 
     Raises:
-        ConfigError: with every fault of a policy or a model, at the key that says it.
+        ConfigError: with every fault of a policy or an architecture, at the key that says it.
     """
+    prepared, problems = _prepare_all(loaded, state, on, before or {})
+    if problems:
+        raise ConfigError(problems)
+    return prepared
+
+
+def salvage(loaded: Loaded, *, state: StateDir, on: Machine | None = None) -> Prepared:
+    """Return *loaded*, which was accepted once, with each server blocked whose model fits it no more.
+
+    Raises:
+        ConfigError: more than the models of servers is at fault.
+    """
+    prepared, problems = _prepare_all(loaded, state, on, {})
+    if prepared.servers.keys() != loaded.servers.servers.keys():
+        raise ConfigError(problems)
+    return prepared
+
+
+def _prepare_all(
+    loaded: Loaded, state: StateDir, on: Machine | None, before: Mapping[str, PreparedServer]
+) -> tuple[Prepared, list[Problem]]:
     place = machine() if on is None else on
-    models = _Models()
+    models = Models((it.spec, it.facts) for it in before.values() if it.facts is not None)
     allowlist = load_allowlist(state.allowlist)
     problems: list[Problem] = []
     servers = {
@@ -131,9 +148,7 @@ def prepare(loaded: Loaded, *, state: StateDir, on: Machine | None = None) -> Pr
         for name in loaded.servers.servers
         if (server := _prepare(name, loaded, models, allowlist, place, problems))
     }
-    if problems:
-        raise ConfigError(problems)
-    return Prepared(
+    prepared = Prepared(
         path=loaded.servers.path,
         daemon=loaded.servers.daemon,
         servers=servers,
@@ -146,51 +161,20 @@ def prepare(loaded: Loaded, *, state: StateDir, on: Machine | None = None) -> Pr
         daemon_source=loaded.daemon_source,
         ends_open=loaded.ends_open,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """What a folder says about the model in it."""
-
-    folder: Path
-    fingerprint: str
-    architecture: Architecture
-    weights: Weights
-
-
-class _Models:
-    """The models of one run, each read once however many servers use it."""
-
-    def __init__(self) -> None:
-        self._read: dict[Located, _Model] = {}
-
-    def read(self, spec: ServerSpec) -> _Model:
-        """Return what is known about the model of *spec*.
-
-        Raises:
-            ModelMissingError, ModelFaultError: as daemon.config.locate says.
-            PolicyError: its config.json describes no model that can be served.
-        """
-        located = locate(spec.model, spec.revision, hub=hf_hub_dir(spec.env))
-        if located not in self._read:
-            architecture = read_architecture(read_config(located.folder))
-            weights = read_weights(located.folder)
-            self._read[located] = _Model(
-                located.folder, fingerprint(located, weights), architecture, weights
-            )
-        return self._read[located]
+    return prepared, problems
 
 
 def _prepare(
     name: str,
     loaded: Loaded,
-    models: _Models,
+    models: Models,
     allowlist: tuple[AllowEntry, ...],
     place: Machine,
     problems: list[Problem],
 ) -> PreparedServer | None:
-    """Return one server, or None after adding to *problems*."""
-    spec, source = loaded.servers.servers[name], loaded.sources[name]
+    """Return one server after adding to *problems*; None where not even its policy is known."""
+    source = loaded.sources[name]
+    spec = models.as_before(loaded.servers.servers[name], Path(source.place("model").file).parent)
     try:
         kv = request(spec.kv, loaded.policies)
     except PolicyError as error:
@@ -205,29 +189,38 @@ def _prepare(
         warnings=kv.warnings,
         hidden=source.hidden,
     )
+    fault = None
     try:
-        model = models.read(spec)
-    except ModelMissingError as error:
-        blocked = Blocked(MODEL_MISSING, error.message, error.hint)
-        return _hashed(replace(server, blocked=blocked))
-    except (ModelFaultError, PolicyError) as error:
-        problem = source.problem("model", error.message, error.hint)
-        return _refused(server, problem, problems)
-    try:
-        server = _resolved(server, model, allowlist, place)
+        facts = models.read(spec)
+        server = _resolved(server, facts, allowlist, place)
+        return _hashed(replace(server, blocked=_missing(server, facts)))
+    except (ModelMissingError, ModelFaultError) as error:
+        blocked = _unloadable(error, server)
+    except ArchitectureError as error:
+        fault = source.problem("model", error.message, error.hint)
     except PolicyError as error:
-        return _refused(server, _kv_problem(source, error), problems)
-    return _hashed(replace(server, blocked=_missing(server, model)))
+        fault = _kv_problem(source, error)
+    if fault is not None:
+        key = fault.path.removeprefix(f"{source.path}.")
+        blocked = Blocked(MODEL_FAULT, fault.message, fault.hint, key)
+    server = replace(server, blocked=blocked)
+    if (was := models.before(spec)) is not None:
+        with contextlib.suppress(
+            PolicyError
+        ):  # then the entry would not fit the model that was, either
+            return _hashed(_resolved(server, was, allowlist, place))
+    # a disabled server keeps it to itself, so that disabling one is a way out
+    if fault is not None and spec.enabled:
+        problems.append(fault)
+    return _hashed(server)
 
 
-def _refused(
-    server: PreparedServer, problem: Problem, problems: list[Problem]
-) -> PreparedServer | None:
-    """Add *problem*; a disabled server keeps it to itself, so that disabling one is a way out."""
-    if server.spec.enabled:
-        problems.append(problem)
-        return None
-    return _hashed(replace(server, blocked=Blocked(MODEL_FAULT, problem.message, problem.hint)))
+def _unloadable(error: ModelMissingError | ModelFaultError, server: PreparedServer) -> Blocked:
+    code = MODEL_MISSING if isinstance(error, ModelMissingError) else MODEL_FAULT
+    message = error.message
+    if "model" in server.hidden:
+        message = message.replace(server.spec.model, server.model)
+    return Blocked(code, message, error.hint)
 
 
 def _kv_problem(source: Source, error: PolicyError) -> Problem:
@@ -238,25 +231,25 @@ def _kv_problem(source: Source, error: PolicyError) -> Problem:
 
 
 def _resolved(
-    server: PreparedServer, model: _Model, allowlist: tuple[AllowEntry, ...], place: Machine
+    server: PreparedServer, facts: ModelFacts, allowlist: tuple[AllowEntry, ...], place: Machine
 ) -> PreparedServer:
     """Return *server* with the policy of each layer and its sizes; raises PolicyError."""
-    architecture, spec = model.architecture, server.spec
+    architecture, spec = facts.architecture, server.spec
     allowed = allowance(
         architecture.model_type,
         allowlist,
-        fingerprint=model.fingerprint,
+        fingerprint=facts.fingerprint,
         key_bits=fewest_key_bits(server.kv),
         calibrated=server.kv.calibration != "none",
     )
     resolved = resolve(server.kv, architecture, allowed=allowed)
-    weights_bytes = model.weights.total_bytes or None
+    weights_bytes = facts.weights_bytes or None
     sizing = Sizing(
         resolved,
         architecture,
-        weights_bytes=model.weights.total_bytes,
+        weights_bytes=facts.weights_bytes,
         device=place.device,
-        value_bytes=model.weights.value_bytes,
+        value_bytes=facts.value_bytes,
     )
     context, context_warnings = _context(spec.max_context, sizing, place.budget_bytes())
     claim = sizing.claim(
@@ -265,9 +258,7 @@ def _resolved(
     _check_budget(claim, sizing, context)
     return replace(
         server,
-        model_path=model.folder,
-        fingerprint=model.fingerprint,
-        architecture=architecture,
+        facts=facts,
         allowed=allowed,
         resolved=resolved,
         max_context=context,
@@ -278,7 +269,7 @@ def _resolved(
             architecture,
             context_tokens=context,
             sequences=spec.max_concurrent,
-            value_bytes=model.weights.value_bytes,
+            value_bytes=facts.value_bytes,
         ),
         claim=None if weights_bytes is None else claim,
         warnings=(*resolved.warnings, *architecture.notes, *context_warnings),
@@ -322,13 +313,15 @@ def _check_budget(claim: Claim, sizing: Sizing, context: int) -> None:
     )
 
 
-def _missing(server: PreparedServer, model: _Model) -> Blocked | None:
+def _missing(server: PreparedServer, facts: ModelFacts) -> Blocked | None:
     """Return what the worker would not find: the weights, its interpreter, its chat template."""
-    if not model.weights.files:
+    if not facts.weights_bytes:
         return Blocked(MODEL_MISSING, "the folder holds no weights (model*.safetensors)", None)
     for key, path in (("python", server.spec.python), ("chat_template", server.spec.chat_template)):
         if path is not None and not Path(path).is_file():
-            return Blocked(FILE_MISSING, f"the file of `{key}` is not there", f"correct `{key}`")
+            return Blocked(
+                FILE_MISSING, f"the file of `{key}` is not there", f"correct `{key}`", key
+            )
     return None
 
 
@@ -337,7 +330,13 @@ def _hashed(server: PreparedServer) -> PreparedServer:
     by_effect: dict[Effect, dict[str, object]] = {effect: {} for effect in Effect}
     for path, value in values.items():
         by_effect[effect_of(path, SERVER_EFFECTS)][path] = value
-    facts = [server.model_path, server.fingerprint, server.allowed, server.max_context]
+    model = server.facts
+    facts = [
+        model and model.folder,
+        model and model.fingerprint,
+        server.allowed,
+        server.max_context,
+    ]
     return replace(
         server,
         spec_hash=spec_hash(
@@ -351,52 +350,3 @@ def _hashed(server: PreparedServer) -> PreparedServer:
 
 def _canonical(value: object) -> str:
     return json.dumps(value, sort_keys=True, default=str)
-
-
-def worker_spec(
-    server: PreparedServer,
-    *,
-    launch: int,
-    nonce: str,
-    log_level: Level = "info",
-    memory_limit_bytes: int | None = None,
-    profiles: Path | None = None,
-) -> WorkerSpec:
-    """Return what the worker of *server*, which must not be blocked, reads first."""
-    if server.model_path is None:
-        raise ValueError(f"{server.name} has no model to load")
-    return WorkerSpec(
-        name=server.name,
-        launch=launch,
-        nonce=nonce,
-        spec_hash=server.spec_hash,
-        model_path=str(server.model_path),
-        server=_for_worker(server),
-        kv=server.kv,
-        api_key=server.api_key,
-        fingerprint=server.fingerprint,
-        profiles=str(profiles) if profiles else None,
-        memory_limit_bytes=memory_limit_bytes,
-        memory_reserve_bytes=_reserve_bytes(server),
-        allowed_low_bit_keys=server.allowed,
-        log_level=log_level,
-    )
-
-
-def live_message(server: PreparedServer, memory_limit_bytes: int | None = None) -> Live:
-    """Return what tells a running worker of *server* about the keys that change without a restart."""
-    return Live(
-        spec_hash=server.spec_hash,
-        server=_for_worker(server),
-        api_key=server.api_key,
-        memory_limit_bytes=memory_limit_bytes,
-    )
-
-
-def _reserve_bytes(server: PreparedServer) -> int:
-    return 0 if server.claim is None else server.claim.process_bytes + server.claim.scratch_bytes
-
-
-def _for_worker(server: PreparedServer) -> ServerSpec:
-    """Return the spec with the context that was planned for, so that the worker does not choose another."""
-    return server.spec.model_copy(update={"max_context": server.max_context})

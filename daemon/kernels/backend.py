@@ -59,6 +59,12 @@ def backend_of_device() -> Backend:
     )
 
 
+def device_name() -> str:
+    """Return the name of MLX's default device: a GPU's own, or cpu."""
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    return "cpu" if on_cpu else str(mx.device_info().get("device_name", "gpu"))
+
+
 def computed(array: mx.array) -> mx.array:
     """Return *array* in memory of the device's own: what is made from the host's data, CUDA would read over PCIe at every use."""
     return mx.zeros_like(array) + array  # in this order: a sum takes the memory of its first term

@@ -73,6 +73,7 @@ class Sample:
 def sample(case: Case, rows: int) -> Sample:
     """Return a step of *rows* that are *case*: of many lengths, with slots of tokens that have left, one all in full precision."""
     whole = proof.sample(case)
+    nothing = no_tiles(case.n_kv_heads, whole.stored.layout.words)
     made = [_row(whole.stored, index) for index in range(rows)]
     last = [(row.k.joined()[:, -1:], row.v.joined()[:, -1:]) for row in made]
     shape = (rows, case.n_heads, 1, case.dim_k)
@@ -80,7 +81,7 @@ def sample(case: Case, rows: int) -> Sample:
         queries=mx.random.normal(shape, key=mx.random.key(rows)).astype(case.dtype),
         fresh=(mx.stack([k for k, _ in last]), mx.stack([v for _, v in last])),
         plain=mx.stack([_plain(row) for row in made]),
-        tiles=[row.tiles if row.tiles is not None else no_tiles() for row in made],
+        tiles=[nothing if row.tiles is None else row.tiles for row in made],
         spans=tuple(
             Span(row.length, row.packed_from, row.packed_to, row.dropped, _left(row))
             for row in made

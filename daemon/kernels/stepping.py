@@ -52,9 +52,12 @@ class Leaving(NamedTuple):
 
 
 @cache
-def no_tiles() -> mx.array:
-    """Return what stands for the tiles of a row that has none."""
-    return mx.zeros((1, 1, 16), dtype=mx.uint32)
+def no_tiles(n_kv_heads: int, words: int) -> mx.array:
+    """Return what stands for the tiles of a row that has none, uint32 (KV heads, 1, words): read perhaps, but of no account.
+
+    A kernel may ask for a row's first tile before it knows how many there are.
+    """
+    return mx.zeros((n_kv_heads, 1, words), dtype=mx.uint32)
 
 
 class Stepper(Protocol):

@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import mlx.core as mx
 from mlx_lm.utils import load as load_mlx_lm
 
-from daemon.cache import seam
+from daemon.cache import build, seam
 from daemon.cache.build import CacheFactory
 from daemon.config.evaluation import (
     Contender,
@@ -31,6 +30,7 @@ from daemon.config.evaluation import (
 from daemon.config.locate import read_config
 from daemon.errors import PolicyError, TqdError, first_line
 from daemon.kernels.attention import on_this_device
+from daemon.kernels.backend import device_name
 from daemon.measure import divergence, footprint, needle, serving, texts
 from daemon.measure.divergence import Scores, Window
 from daemon.measure.texts import Passage
@@ -129,7 +129,7 @@ def load(folder: Path, *, fingerprint: str | None = None, profiles: Path | None 
     except (Exception, SystemExit) as error:
         said = f"mlx-lm cannot load {folder}: {first_line(error)}"
         raise TqdError(said, hint="download or convert the model again") from error
-    vocab_size: int = model(mx.array([[0]])).shape[-1]  # nothing is computed for a shape
+    vocab_size = build.vocab_size(model)
     return Subject(folder.name, model, tokenizer, architecture, vocab_size, fingerprint, profiles)
 
 
@@ -164,13 +164,6 @@ def enter(subject: Subject, contender: Contender, say: Say) -> Entrant:
         calibration=calibration.source,
         calibrated=contender.kv.calibration != "none",
     )
-
-
-def device_name() -> str:
-    """Return the name of the device that MLX computes on."""
-    if mx.default_device() == mx.Device(mx.cpu):
-        return "cpu"
-    return str(mx.device_info().get("device_name", "gpu"))
 
 
 class _Progress:

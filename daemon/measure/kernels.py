@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,7 @@ import mlx.core as mx
 
 from daemon.kernels import codec, encode, packing
 from daemon.kernels.attention import Attention, on_this_device
-from daemon.kernels.backend import Choice, backend_of_device
+from daemon.kernels.backend import Choice, backend_of_device, device_name
 from daemon.kernels.case import Case
 from daemon.kernels.packing import TILE, Packed, TileLayout
 from daemon.kernels.stored import RawSide, Stored
@@ -106,7 +105,7 @@ def run(
             kinds = SCHEMES[name]
             timings.append(_timing(attention, replace(shape, k=kinds.k, v=kinds.v), name, tokens))
     return KernelReport(
-        _device(),
+        device_name(),
         importlib.metadata.version("mlx"),
         tuple(agreements),
         tuple(packed),
@@ -239,9 +238,3 @@ def _microseconds(calls: Callable[[], list[mx.array]]) -> float:
 
 def _on_cpu() -> bool:
     return backend_of_device() == "cpu"
-
-
-def _device() -> str:
-    if _on_cpu():
-        return f"CPU ({platform.machine()})"
-    return str(mx.device_info().get("device_name", mx.default_device()))

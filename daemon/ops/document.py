@@ -6,7 +6,11 @@ null. New keys may come at any time; `SCHEMA` is raised when one changes its mea
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Literal, TypedDict
+
+from daemon.config.pressure import Pressure
+from daemon.errors import Problem
 
 SCHEMA = 1
 
@@ -14,9 +18,14 @@ Verdict = Literal["ok", "degraded", "failing"]
 
 
 class DaemonStatus(TypedDict):
-    """The supervisor itself. *status_endpoint* is null when it is off or could not be opened."""
+    """The supervisor itself. *status_endpoint* is null when it is off or could not be opened.
+
+    *backend* is what workers compute on: metal, cuda or cpu; *mlx_version* is installed beside the daemon.
+    """
 
     version: str
+    mlx_version: str
+    backend: str
     pid: int
     started_at: str
     uptime_s: float
@@ -149,7 +158,9 @@ class MachineMemory(TypedDict):
     """The memory that all servers share.
 
     *planned_bytes* are what workers hold: their shares, or what runs or is used beyond them. *over_budget*:
-    that is more than the budget; nothing is ended for it, and nothing new starts.
+    that is more than the budget; nothing is ended for it, and nothing new starts. *wired_bytes* cannot be
+    swapped, whoever has them; *unattributed_wired_bytes* are what MLX in our workers does not account for: the
+    system's and other programs', and what a killed process may have left behind. Only a Mac counts them.
     """
 
     device: str
@@ -162,6 +173,9 @@ class MachineMemory(TypedDict):
     used_footprint_bytes: int
     available_bytes: int | None
     swap_used_bytes: int | None
+    wired_bytes: int | None
+    unattributed_wired_bytes: int | None
+    pressure: Pressure | None
 
 
 class Memory(TypedDict):
@@ -306,3 +320,20 @@ class Document(TypedDict):
     config: ConfigSection
     memory: MachineMemory | None
     servers: list[ServerStatus]
+
+
+def moment(when: datetime) -> str:
+    """Return *when* as ISO 8601 in UTC, to the millisecond."""
+    return when.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def problem_status(problem: Problem) -> ProblemStatus:
+    """Return *problem* as JSON."""
+    return {
+        "file": problem.file,
+        "line": problem.line,
+        "col": problem.col,
+        "path": problem.path,
+        "message": problem.message,
+        "hint": problem.hint,
+    }

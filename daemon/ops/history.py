@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Literal, TypedDict, cast
 
 from daemon.log import get_logger
-from daemon.ops.document import ProblemStatus
+from daemon.ops.document import ProblemStatus, moment, problem_status
 from daemon.ops.events import EventLog, EventName
-from daemon.ops.status import moment, problem_status
+from daemon.supervisor.conclusions import Conclusion
 from daemon.supervisor.files import read_json, write_private
 from daemon.supervisor.plan import Fleet
-from daemon.supervisor.reload import Conclusion
 from daemon.supervisor.server import Cause, Server
 
 TRANSITIONS = 20  # of each server: a whole crash loop with its end

@@ -11,7 +11,8 @@ from typing import get_args
 
 from daemon.metrics import worker as worker_series
 from daemon.metrics.exposition import Page
-from daemon.ops.status import View, footprint, in_sync, machine_memory
+from daemon.ops.memory_status import machine_memory
+from daemon.ops.view import View, footprint, in_sync
 from daemon.supervisor.counts import RestartReason
 from daemon.supervisor.server import Desired, Server, State
 

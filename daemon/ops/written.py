@@ -10,7 +10,9 @@ import zlib
 from dataclasses import dataclass
 from datetime import datetime
 
-from daemon.ops.status import Facts, View, facts, frame, heartbeat_age_s, tell
+from daemon.ops.server_status import Facts, facts, heartbeat_age_s, tell
+from daemon.ops.status import frame
+from daemon.ops.view import View
 
 # No text can hold these: its quotes would be escaped.
 _HEARTBEAT = '"heartbeat_age_s": '

@@ -21,7 +21,9 @@ from daemon.ops.document import OpenRequests, ServerStatus
 from daemon.ops.events import EventLog, EventPage
 from daemon.ops.history import History, HistoryDocument, Transition
 from daemon.ops.metrics import metrics
-from daemon.ops.status import View, open_requests, server_status, unready
+from daemon.ops.server_status import open_requests, server_status
+from daemon.ops.status import unready
+from daemon.ops.view import View
 from daemon.ops.written import Writer, Written
 from daemon.paths import StateDir
 from daemon.supervisor import environment, events, plan
@@ -130,6 +132,7 @@ class DaemonCommands:
         servers = self._servers(action, names)
         if action == "restart":
             self._refuse_pending(servers)
+            await self._refuse_lost(servers)
         said = Desired.STOPPED if action == "stop" else Desired.RUNNING
         self._desired.say([server.name for server in servers], said)
         for server in servers:
@@ -176,6 +179,12 @@ class DaemonCommands:
                 f"the file has changes that are not in force: {'; '.join(pending)}",
                 hint="`tqd reload` applies them, and restarts what needs it",
             )
+
+    async def _refuse_lost(self, servers: Sequence[Server]) -> None:
+        """Refuse to end what could not start again."""
+        lost = await self._configuration.lost()
+        if problems := [lost[server.name] for server in servers if server.name in lost]:
+            raise ConfigError(problems)
 
     def _disabled(self, name: str) -> Problem:
         return Problem(
@@ -228,16 +237,8 @@ class DaemonCommands:
 
 def _change(step: differ.Step) -> Change:
     return {
-        "action": _ACTIONS[type(step)],
+        "action": step.verb,
         "server": step.name,
         "changes": [str(change) for change in step.changes],
         "text": str(step),
     }
-
-
-_ACTIONS: Mapping[type[differ.Step], str] = {
-    differ.Stop: "stop",
-    differ.Replace: "restart",
-    differ.Start: "start",
-    differ.Live: "live",
-}

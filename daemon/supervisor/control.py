@@ -14,8 +14,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from daemon.errors import ConfigError, TqdError
+from daemon.ops.document import problem_status
 from daemon.ops.events import EventPage
-from daemon.ops.status import problem_status
 from daemon.ops.written import Written
 from daemon.supervisor.files import make_private
 from daemon.supervisor.messages import Action, Change, Verdict

@@ -6,11 +6,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from daemon.config.diff import Live, Replace, Start, Step, Stop, diff
 from daemon.config.prepare import PreparedServer
-from daemon.supervisor.lifecycle import NO_MEMORY
 from daemon.supervisor.memory import Refusal, admit_in_turn
 from daemon.supervisor.plan import Adjust, Fleet, Put, Remove, diverged
 from daemon.supervisor.room import kept_out
-from daemon.supervisor.server import Address, Cause, Desired, Server, State
+from daemon.supervisor.server import NO_MEMORY, Address, Cause, Desired, Server, State
 
 MANY = 4  # of this many running servers, an edit that takes away more than half is suspect
 
@@ -51,14 +50,35 @@ def to_run(steps: Sequence[Step], desired: DesiredOf) -> list[PreparedServer]:
     return [server for server in servers if desired(server) is Desired.RUNNING]
 
 
-def newly_blocked(servers: Sequence[PreparedServer], before: Servers) -> list[PreparedServer]:
-    """Return those of *servers* that cannot start, and whose entry did not say the same before."""
+def newly_blocked(
+    starting: Sequence[PreparedServer], before: Servers, fleet: Fleet
+) -> list[PreparedServer]:
+    """Return those of *starting* that cannot start, and run now or were not blocked alike before."""
     return [
         server
-        for server in servers
+        for server in starting
         if server.blocked is not None
-        and (server.name not in before or before[server.name].blocked != server.blocked)
+        and (
+            server.name not in before
+            or before[server.name].blocked != server.blocked
+            or runs(server.name, fleet)
+        )
     ]
+
+
+def unrepeatable(servers: Servers, fleet: Fleet) -> list[PreparedServer]:
+    """Return those of *servers* that run, and could not start again: a file has gone since."""
+    return [
+        it
+        for it in servers.values()
+        if it.spec.enabled and it.blocked is not None and runs(it.name, fleet)
+    ]
+
+
+def runs(name: str, fleet: Fleet) -> bool:
+    """Whether server *name* has a worker that is not on its way out."""
+    server = fleet.servers.get(name)
+    return server is not None and server.worker is not None and server.worker.ending is None
 
 
 def newly_addressed(servers: Sequence[PreparedServer], before: Servers) -> list[PreparedServer]:
@@ -110,14 +130,31 @@ def removes_much(steps: Sequence[Step], running: Collection[str]) -> bool:
     return len(ended) == len(running) or (len(running) >= MANY and len(ended) * 2 > len(running))
 
 
-def freed(found: Servers, fleet: Fleet) -> list[PreparedServer]:
-    """Return those of *found* that are blocked no more, as far as their files can tell."""
-    waiting = {
-        it.name
-        for it in fleet.servers.values()
-        if it.state is State.BLOCKED and it.cause and it.cause.code != NO_MEMORY
-    }
-    return [it for it in found.values() if it.blocked is None and it.name in waiting]
+def freed(found: Servers, before: Servers, fleet: Fleet) -> list[PreparedServer]:
+    """Return those of *found* that are blocked no more, as far as their files can tell, and were before."""
+    lacking = {name for name, it in before.items() if it.blocked is not None}
+    return [
+        it
+        for it in found.values()
+        if it.blocked is None and (it.name in lacking or waits_for_files(it.name, fleet))
+    ]
+
+
+def awakened(freed: Sequence[PreparedServer], fleet: Fleet, desired: DesiredOf) -> tuple[Put, ...]:
+    """Return what *freed* change in the fleet: who runs, or waits for a turn, has its section already."""
+    return tuple(
+        put(it, desired(it))
+        for it in freed
+        if waits_for_files(it.name, fleet) or fleet.servers[it.name].state is State.STOPPED
+    )
+
+
+def waits_for_files(name: str, fleet: Fleet) -> bool:
+    """Whether server *name* is blocked for another reason than memory, which somebody else watches."""
+    server = fleet.servers.get(name)
+    if server is None or server.state is not State.BLOCKED or server.cause is None:
+        return False
+    return server.cause.code != NO_MEMORY
 
 
 def address(server: PreparedServer) -> Address:
@@ -127,8 +164,13 @@ def address(server: PreparedServer) -> Address:
 
 def put(server: PreparedServer, desired: Desired) -> Put:
     """Return *server* as an entry of the fleet."""
-    blocked = None if server.blocked is None else Cause(*server.blocked)
-    return Put(server.name, server.spec, server.spec_hash, desired, blocked, server.claim)
+    return Put(server.name, server.spec, server.spec_hash, desired, cause(server), server.claim)
+
+
+def cause(server: PreparedServer) -> Cause | None:
+    """Return why *server* cannot start, as its state tells it."""
+    blocked = server.blocked
+    return blocked and Cause(blocked.code, blocked.message, blocked.hint)
 
 
 def _stepwise(steps: Sequence[Step], desired: DesiredOf) -> Iterator[Remove | Put | Adjust]:

@@ -6,6 +6,7 @@ from daemon.errors import WorkerExit
 from daemon.supervisor.events import Exited
 from daemon.supervisor.server import Cause, Worker
 
+TAIL_LINES = 20  # of its output are kept with the end of a worker
 SPAWN_TIMEOUT_S = 30.0  # an interpreter that has not said hello by then is not going to
 
 

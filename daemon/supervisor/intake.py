@@ -27,6 +27,11 @@ SETTLE_S = 0.3  # an editor is done when two looks this far apart agree
 LEAST_S = 0.1  # between two looks, however busy the folder is
 CONFIRM_S = 5.0
 
+_DISABLE = "write `enabled: false` for this server, and the rest of the edit is applied without it"
+_TAKE_BACK = (
+    "take the change of this server back, and the rest of the edit is applied while it runs on"
+)
+
 Stat = tuple[int, int, int, int] | None
 Look = Mapping[Path, Stat]
 
@@ -181,7 +186,7 @@ def step(intake: Intake, event: Event, facts: Facts, now: float) -> Result:
             return _next(intake, verdict)
         case Compared(reading):
             intake = _followed(intake, reading, now)
-            return _next(intake, (_compare(reading, facts),))
+            return _next(intake, (compare(reading, facts),))
 
 
 def _nudged(intake: Intake, now: float) -> Intake:
@@ -284,10 +289,11 @@ def _verdict(reading: Reading, facts: Facts) -> Refuse | Keep | Apply:
 
 def _blocked(loaded: Loaded, starting: Sequence[PreparedServer], facts: Facts) -> Iterator[Problem]:
     """Yield a problem for each server that would need a new worker and could not have one."""
-    for server in edits.newly_blocked(starting, facts.applied.servers):
-        if server.blocked is not None:
-            source = loaded.sources[server.name]
-            yield source.problem("model", server.blocked.message, server.blocked.hint)
+    for server in edits.newly_blocked(starting, facts.applied.servers, facts.fleet):
+        if (blocked := server.blocked) is not None:
+            way_out = _TAKE_BACK if edits.runs(server.name, facts.fleet) else _DISABLE
+            hint = f"{blocked.hint}; or {way_out}" if blocked.hint else way_out
+            yield loaded.sources[server.name].problem(blocked.key, blocked.message, hint)
 
 
 def _collisions(
@@ -336,7 +342,8 @@ def _removes_much(edit: Apply, facts: Facts) -> bool:
     return edits.removes_much(edit.steps, running)
 
 
-def _compare(reading: Reading, facts: Facts) -> Refuse | Show:
+def compare(reading: Reading, facts: Facts) -> Refuse | Show:
+    """Return what a reload of *reading* would do, addresses aside."""
     match _verdict(reading, facts):
         case Apply(steps=steps):
             return Show(steps)

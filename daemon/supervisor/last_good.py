@@ -23,7 +23,7 @@ class LastGood:
     """The copies in the folder *root*; *environ* answers the references in them."""
 
     def __init__(self, root: Path, environ: Mapping[str, str]) -> None:
-        self._root = root
+        self.root = root
         self._environ = environ
 
     def save(self, path: Path, files: Sequence[Path], content_hash: str) -> bool:
@@ -35,7 +35,7 @@ class LastGood:
         name = content_hash[:16]
         if self._current() == name:
             return True
-        folder = self._root / name
+        folder = self.root / name
         index = {}
         try:
             for number, file in enumerate(files):
@@ -48,7 +48,7 @@ class LastGood:
                 content_hash
             ):
                 return False
-            write_private(self._root / _CURRENT, name.encode())
+            write_private(self.root / _CURRENT, name.encode())
         except (OSError, ConfigError):
             return False
         finally:
@@ -61,21 +61,21 @@ class LastGood:
         if name is None:
             return None
         try:
-            copies = _copies(path, self._root / name)
+            copies = _copies(path, self.root / name)
             return load(path, environ=self._environ, copies=copies) if path in copies else None
         except ConfigError:
             return None
 
     def _current(self) -> str | None:
         try:
-            return (self._root / _CURRENT).read_text()
+            return (self.root / _CURRENT).read_text()
         except OSError:
             return None
 
     def _clean(self) -> None:
         """Remove every folder but the current one."""
         current = self._current()
-        for folder in self._root.iterdir() if self._root.is_dir() else ():
+        for folder in self.root.iterdir() if self.root.is_dir() else ():
             if folder.is_dir() and folder.name != current:
                 shutil.rmtree(folder, ignore_errors=True)
 

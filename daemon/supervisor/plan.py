@@ -9,14 +9,14 @@ process of the same server, or of the same address, still lives, and never witho
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from daemon.config.spec import ServerSpec
 from daemon.policy.claim import Claim
-from daemon.supervisor import events, lifecycle, room
+from daemon.supervisor import deadlines, events, lifecycle, room
 from daemon.supervisor.events import Effect
-from daemon.supervisor.server import Address, Cause, Desired, Divergence, Server, State
+from daemon.supervisor.server import Cause, Desired, Divergence, Server, State
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ def step(fleet: Fleet, event: Event, now: float) -> tuple[Fleet, tuple[Effect, .
 def wake_at(fleet: Fleet) -> float | None:
     """Return when *fleet* next needs `Passed`, or None."""
     return min(
-        (at for server in fleet.servers.values() if (at := lifecycle.wake_at(server)) is not None),
+        (at for server in fleet.servers.values() if (at := deadlines.wake_at(server)) is not None),
         default=None,
     )
 
@@ -190,7 +190,7 @@ class Wakes:
     def follow(self, fleet: Fleet, names: Iterable[str]) -> None:
         """Take in that *names* have changed in *fleet*."""
         for name in names:
-            self._at[name] = lifecycle.wake_at(fleet.servers[name])
+            self._at[name] = deadlines.wake_at(fleet.servers[name])
         if len(self._at) != len(fleet.servers):
             self._at = {name: self._at[name] for name in fleet.servers}
 
@@ -362,56 +362,3 @@ class _Turn:
 def _loads(server: Server) -> bool:
     """Whether *server* is busy loading its model."""
     return server.worker is not None and server.state in (State.STARTING, State.LOADING)
-
-
-@dataclass(frozen=True, slots=True)
-class Listener:
-    """A socket that must be open; *away* is the server for which the supervisor answers 503."""
-
-    address: Address
-    owner: str
-    away: Server | None = None
-
-
-def listeners(fleet: Fleet) -> Mapping[Address, Listener]:
-    """Return every socket that the supervisor must hold, by address.
-
-    A worker's address stays open as long as the worker lives, and the address of a server that is
-    to have a worker is open already: nobody else can take it, and no connection is refused. It is
-    closed while a server is stopped, blocked or failed.
-    """
-    found = {it.address: it for it in _worker_listeners(fleet)}
-    for server in fleet.servers.values():
-        if server.name in fleet.leftovers:
-            continue  # it may still listen there
-        to_come = server.desired is Desired.RUNNING and not fleet.closing
-        waiting = server.worker is not None or server.state in (State.STARTING, State.BACKOFF)
-        if to_come and waiting and server.address not in found:
-            found[server.address] = Listener(server.address, server.name, away=server)
-    return found
-
-
-def same_listeners(before: Fleet, after: Fleet, changed: Sequence[str]) -> bool:
-    """Whether `listeners` must be the same for both; quick, for the many turns that change no address."""
-    if before.leftovers is not after.leftovers or before.closing is not after.closing:
-        return False
-    if before.servers.keys() != after.servers.keys():
-        return False
-    return all(_listens_alike(before.servers[name], after.servers[name]) for name in changed)
-
-
-def _listens_alike(before: Server, after: Server) -> bool:
-    old, new = before.worker, after.worker
-    if old is None or new is None:
-        return False
-    return (
-        old.address == new.address
-        and before.address == after.address
-        and before.desired is after.desired
-    )
-
-
-def _worker_listeners(fleet: Fleet) -> Iterator[Listener]:
-    for server in fleet.servers.values():
-        if server.worker is not None:
-            yield Listener(server.worker.address, server.name)

@@ -19,16 +19,18 @@ from typing import assert_never
 from structlog.typing import FilteringBoundLogger
 
 from daemon.config import wire
+from daemon.config.handover import live_message, worker_spec
 from daemon.config.machine import Machine
-from daemon.config.prepare import PreparedServer, live_message, worker_spec
+from daemon.config.prepare import PreparedServer
 from daemon.config.spec import DaemonSpec
 from daemon.log import get_logger
-from daemon.supervisor import events, plan, room
+from daemon.supervisor import edits, events, plan, room
 from daemon.supervisor.counts import Counts
 from daemon.supervisor.events import Effect
+from daemon.supervisor.listeners import listeners, same_listeners
 from daemon.supervisor.plan import Fleet, Told
 from daemon.supervisor.server import Address, Cause, Server, State
-from daemon.supervisor.sockets import AddressTakenError, Sockets, bind
+from daemon.supervisor.sockets import AddressTakenError, Sockets, try_out
 from daemon.supervisor.workers import Workers
 
 IDLE_S = 1.0  # the loop turns at least this often; its turning is what a watchdog watches
@@ -171,7 +173,7 @@ class Reconciler:
         if (
             self._refused
             or self._sockets.unsettled
-            or not plan.same_listeners(before, self.fleet, changed)
+            or not same_listeners(before, self.fleet, changed)
         ):
             await self._arrange_sockets()
         for effect in effects:
@@ -180,7 +182,7 @@ class Reconciler:
             job.done.set_result(None)
 
     async def _arrange_sockets(self) -> None:
-        self._refused = await self._sockets.arrange(plan.listeners(self.fleet))
+        self._refused = await self._sockets.arrange(listeners(self.fleet))
         for server in self.fleet.servers.values() if self._refused else ():
             error = self._refused.get(server.address)
             if error is not None and server.worker is None:
@@ -206,8 +208,8 @@ class Reconciler:
     def _spawn(self, name: str, launch: int, nonce: str, share: int) -> None:
         server, daemon = self.fleet.servers[name], self.wanted.daemon
         prepared = self._sections[name, server.spec_hash]
-        if prepared.blocked is not None:
-            self.workers.refuse(name, launch, Cause(*prepared.blocked))
+        if (cause := edits.cause(prepared)) is not None:
+            self.workers.refuse(name, launch, cause)
             return
         address = server.address
         listener = self._sockets.get(address)
@@ -229,7 +231,7 @@ class Reconciler:
             self._recheck()
             return
         try:
-            bind(server.address).close()
+            try_out(server.address)
         except AddressTakenError as error:
             self.post(server.name, events.Block(_port_in_use(error)))
         else:

@@ -1,7 +1,7 @@
 """Turn what is in servers.yaml into what is wanted, again and again, without losing what runs.
 
 daemon.supervisor.intake decides when to read and what becomes of a reading; this module looks at the
-files, reads them, makes sure that new addresses can be had, and hands an edit to the reconciler whole.
+files, has them read (daemon.supervisor.reader), and hands an edit on whole (daemon.supervisor.in_force).
 Whatever is wrong refuses the whole edit and disturbs nothing.
 """
 
@@ -11,79 +11,24 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, assert_never
+from typing import assert_never
 
 from daemon.config import diff as differ
-from daemon.config.load import Loaded, RejectedError, load
-from daemon.config.machine import machine
-from daemon.config.prepare import Prepared, PreparedServer, prepare
+from daemon.config.load import Loaded, RejectedError
 from daemon.config.spec import DaemonSpec
 from daemon.errors import ConfigError, Problem, TqdError
 from daemon.log import get_logger
 from daemon.paths import StateDir
-from daemon.policy.store import load_allowlist
-from daemon.supervisor import device, edits, events, intake, plan
+from daemon.supervisor import intake
+from daemon.supervisor.conclusions import Conclusion, ConfigStatus
 from daemon.supervisor.desired import DesiredState
-from daemon.supervisor.intake import Look
+from daemon.supervisor.in_force import InForce
 from daemon.supervisor.last_good import LastGood
-from daemon.supervisor.lifecycle import NO_MEMORY
-from daemon.supervisor.reconcile import Reconciler, Wanted
-from daemon.supervisor.server import Cause, Desired, State
-from daemon.supervisor.sockets import AddressTakenError, Sockets
+from daemon.supervisor.reader import Reader
+from daemon.supervisor.reconcile import Reconciler
+from daemon.supervisor.sockets import Sockets
 from daemon.supervisor.watch import FolderWatch, look
-
-Result = Literal["applied", "noop", "rejected"]
-ConfigState = Literal["applied", "rejected", "stale", "pending"]
-
-
-@dataclass(frozen=True, slots=True)
-class Conclusion:
-    """What became of one reading of the configuration."""
-
-    result: Result
-    generation: int
-    steps: tuple[differ.Step, ...] = ()
-    problems: tuple[Problem, ...] = ()
-    warnings: tuple[Problem, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Reloads:
-    """What became of the passes since the start; *succeeded_at* is in seconds since the epoch."""
-
-    applied: int = 0
-    rejected: int = 0
-    noop: int = 0
-    succeeded_at: float | None = None
-
-    def counted(self, result: Result, now: float) -> Reloads:
-        """Return the counts after one more pass."""
-        match result:
-            case "rejected":
-                return replace(self, rejected=self.rejected + 1)
-            case "noop":
-                return replace(self, noop=self.noop + 1, succeeded_at=now)
-            case "applied":
-                return replace(self, applied=self.applied + 1, succeeded_at=now)
-
-
-@dataclass(frozen=True, slots=True)
-class ConfigStatus:
-    """What is on disk against what is in force; times are seconds since the epoch."""
-
-    path: Path
-    state: ConfigState = "applied"
-    hash_on_disk: str | None = None
-    hash_applied: str | None = None
-    applied_at: float | None = None
-    last_attempt_at: float | None = None
-    generation: int = 0
-    problems: tuple[Problem, ...] = ()
-    warnings: tuple[str, ...] = ()
-    pending: tuple[differ.Step, ...] = ()
-    reloads: Reloads = Reloads()
 
 
 class Configuration:
@@ -109,20 +54,21 @@ class Configuration:
         waiting: Callable[[Sequence[str]], None],
     ) -> None:
         self.status = ConfigStatus(path)
-        self._path = path
-        self._state = state
-        self._environ = environ
         self._clock = clock
         self._reconciler = reconciler
-        self._sockets = sockets
-        self._desired = desired
         self._busy = busy
-        self._adopted = adopted
         self._concluded = concluded
         self._waiting = waiting
         self._last_good = LastGood(state.last_good, environ)
-        self._loaded: Loaded
-        self._applied: Prepared
+        self._reader = Reader(path, environ, state)
+        self._in_force = InForce(
+            reader=self._reader,
+            reconciler=reconciler,
+            sockets=sockets,
+            desired=desired,
+            last_good=self._last_good,
+            adopted=adopted,
+        )
         self._intake = intake.Intake({path: None})
         self._woken = asyncio.Event()
         self._nudged = False
@@ -135,7 +81,7 @@ class Configuration:
     @property
     def loaded(self) -> Loaded:
         """The configuration in force as its files say it."""
-        return self._loaded
+        return self._in_force.loaded
 
     async def read_first(self) -> DaemonSpec:
         """Read what is on disk, or the last good configuration when that is broken; start nothing yet.
@@ -143,28 +89,33 @@ class Configuration:
         Raises:
             ConfigError: it is broken, and there is no last good one.
         """
-        self.status = replace(self.status, last_attempt_at=time.time())
+        self.status = self.status.attempted(time.time())
         try:
-            found, seen = await self._read()
+            found, seen = await self._reader.read(tuple(self._intake.seen))
             self._intake = intake.Intake(seen)
-            self._loaded = _right(found)
-            self._applied = await self._prepare(self._loaded)
+            loaded = _right(found)
+            applied = await self._reader.prepare(loaded, {})
         except ConfigError as error:
-            loaded = await asyncio.to_thread(self._last_good.load, self._path)
-            if loaded is None:
+            kept = await asyncio.to_thread(self._last_good.load, self._reader.path)
+            if kept is None:
                 raise
-            self._loaded = loaded
-            self._applied = await self._prepare(loaded)
-            self.status = replace(self.status, state="stale", problems=error.problems)
-        return self._applied.daemon
+            try:
+                loaded, applied = kept, await self._reader.salvage(kept)
+            except ConfigError:
+                raise error from None  # what is wrong with the file that the user has written
+            self.status = self.status.stale(error.problems)
+        self._in_force.begin(loaded, applied)
+        return applied.daemon
 
     async def start_first(self) -> None:
         """Start what `read_first` has found."""
         faults = self.status.problems
-        steps = differ.diff({}, self._applied.servers)
-        self._concluded(await self._apply(self._applied, {}, steps))
+        loaded, applied = self._in_force.loaded, self._in_force.applied
+        steps = differ.diff({}, applied.servers)
+        warnings = await self._in_force.put(loaded, applied, {}, steps)
+        self._concluded(self._in_effect(applied.content_hash, steps, warnings))
         if faults:
-            self.status = replace(self.status, state="stale", hash_on_disk=None, problems=faults)
+            self.status = self.status.stale(faults)
             self._log.error("config.stale", problems=[str(it) for it in faults])
             self._concluded(Conclusion("rejected", self.status.generation, problems=faults))
 
@@ -222,12 +173,20 @@ class Configuration:
         self.recheck()
         await self._looking[-1]
 
+    async def lost(self) -> Mapping[str, Problem]:
+        """Look for the files of what runs; return why servers could not start again, by name."""
+        return await self._in_force.lost()
+
     async def diff(self) -> tuple[differ.Step, ...]:
         """Return what `reload` would do; raises as `reload` does."""
-        loaded, _ = await self._read()
-        prepared = await self._prepare(_right(loaded))
-        differ.refuse_daemon_changes(self._applied, prepared)
-        return edits.steps(self._applied.servers, prepared.servers, self._reconciler.fleet)
+        seen = tuple(self._intake.seen)
+        reading = await self._reader.reading(seen, self._in_force.applied)
+        verdict = intake.compare(reading, self._in_force.facts())
+        if isinstance(verdict, intake.Refuse):
+            raise ConfigError(verdict.problems)
+        if reading.loaded is not None:
+            self._in_force.try_addresses(reading.loaded, verdict.steps)
+        return verdict.steps
 
     def _nudge(self) -> None:
         self._nudged = True
@@ -244,7 +203,7 @@ class Configuration:
     async def _look(self) -> None:
         looking, self._looking = self._looking, []
         try:
-            await self._look_for_files()
+            await self._in_force.look_for_files()
         except Exception as error:  # noqa: BLE001 - a defect of ours must not end what runs
             self._failed(error)
         for waiter in looking:
@@ -258,13 +217,13 @@ class Configuration:
             self._asked = []
         due: list[intake.Event] = [event]
         while due:
-            facts = intake.Facts(self._applied, self._reconciler.fleet, self._desired_of)
+            now = self._clock()
             try:
-                self._intake, effects = intake.step(self._intake, due.pop(0), facts, self._clock())
-            except Exception as error:  # noqa: BLE001 - a defect of ours must not end what runs
-                self._intake = intake.Intake(
-                    self._intake.seen, look_at=self._clock() + intake.POLL_S
+                self._intake, effects = intake.step(
+                    self._intake, due.pop(0), self._in_force.facts(), now
                 )
+            except Exception as error:  # noqa: BLE001 - a defect of ours must not end what runs
+                self._intake = intake.Intake(self._intake.seen, look_at=now + intake.POLL_S)
                 effects = (intake.Refuse(self._failed(error)),)
             for effect in effects:
                 due += await self._carry_out(effect)
@@ -276,7 +235,7 @@ class Configuration:
                 if not self._passing:
                     self._passing = True
                     self._busy(True)
-                self.status = replace(self.status, last_attempt_at=time.time())
+                self.status = self.status.attempted(time.time())
                 return [intake.Arrived(await self._reading())]
             case intake.Compare():
                 return [intake.Compared(await self._reading())]
@@ -301,174 +260,61 @@ class Configuration:
             _answer(waiter, conclusion)
         if self._passing:
             self._passing = False
-            reloads = self.status.reloads.counted(conclusion.result, time.time())
-            self.status = replace(self.status, reloads=reloads)
+            self.status = self.status.counted(conclusion.result, time.time())
             self._busy(False)
 
     async def _reading(self) -> intake.Reading:
         """Read what is on disk; whatever happens, what runs goes on."""
         try:
-            return await self._read_and_prepare()
+            seen = tuple(self._intake.seen)
+            return await self._reader.reading(seen, self._in_force.applied)
         except Exception as error:  # noqa: BLE001 - a defect of ours must not end what runs
             return intake.Reading(self._intake.seen, problems=self._failed(error))
-
-    async def _read_and_prepare(self) -> intake.Reading:
-        loaded, seen = await self._read()
-        still = await asyncio.to_thread(look, tuple(seen)) == seen
-        if isinstance(loaded, RejectedError):
-            return intake.Reading(seen, still, problems=loaded.problems)
-        if loaded.content_hash == self._applied.content_hash and not await self._new_evidence():
-            return intake.Reading(seen, still, loaded)
-        try:
-            return intake.Reading(seen, still, loaded, await self._prepare(loaded))
-        except ConfigError as error:
-            return intake.Reading(seen, still, problems=error.problems)
 
     def _failed(self, error: Exception) -> tuple[Problem, ...]:
         self._log.exception("config.failed")
         said = f"tqd failed to read this: {error!r}"
-        return (Problem(str(self._path), 0, 0, "", said),)
-
-    async def _read(self) -> tuple[Loaded | RejectedError, Look]:
-        files = tuple(self._intake.seen)
-        return await asyncio.to_thread(_read, self._path, self._environ, files)
-
-    async def _prepare(self, loaded: Loaded) -> Prepared:
-        return await asyncio.to_thread(self._prepare_here, loaded)
-
-    def _prepare_here(self, loaded: Loaded) -> Prepared:
-        facts = device.facts(self._state, self._environ)
-        return prepare(loaded, state=self._state, on=machine(facts))
-
-    async def _new_evidence(self) -> bool:
-        """Whether `tqd eval --record` has written to the allow-list since it was last read."""
-        entries = await asyncio.to_thread(load_allowlist, self._state.allowlist)
-        return entries != self._applied.allowlist
+        return (Problem(str(self._reader.path), 0, 0, "", said),)
 
     def _show(self, steps: Sequence[differ.Step]) -> None:
-        state: ConfigState = "pending" if steps else "applied"
-        self.status = replace(self.status, state=state, problems=(), pending=tuple(steps))
+        self.status = self.status.waiting(steps)
         shown = tuple(map(str, steps))
         self._log.info("config.pending", steps=shown)
         self._waiting(shown)
 
     def _unchanged(self, loaded: Loaded) -> Conclusion:
-        self.status = replace(
-            self.status,
-            state="applied",
-            hash_on_disk=loaded.content_hash,
-            problems=(),
-            pending=(),
-        )
+        self.status = self.status.unchanged(loaded.content_hash)
         self._log.info("config.unchanged", content_hash=loaded.content_hash[:16])
         return Conclusion("noop", self.status.generation, warnings=loaded.warnings)
 
     def _refuse(self, problems: tuple[Problem, ...]) -> Conclusion:
         """Keep everything as it is, and say what is wrong, once."""
         news = self.status.state != "rejected" or self.status.problems != problems
-        state: ConfigState = "stale" if self.status.state == "stale" else "rejected"
-        self.status = replace(
-            self.status, state=state, hash_on_disk=None, problems=problems, pending=()
-        )
+        self.status = self.status.refused(problems)
         if news:
             self._log.error("config.rejected", problems=[str(it) for it in problems])
         return Conclusion("rejected", self.status.generation, problems=problems)
 
     async def _put_in_force(self, edit: intake.Apply) -> Conclusion:
-        loaded = edit.loaded
+        before = self._in_force.applied.servers
         try:
-            self._reserve_addresses(loaded, edits.to_run(edit.steps, self._desired_of))
+            self._in_force.reserve_addresses(edit.loaded, edit.steps)
         except ConfigError as error:
             return self._refuse(error.problems)
-        self._loaded = loaded
         try:
-            return await self._apply(edit.prepared, self._applied.servers, edit.steps)
+            warnings = await self._in_force.put(edit.loaded, edit.prepared, before, edit.steps)
         except Exception as error:  # noqa: BLE001 - a defect of ours must not end what runs
             return self._refuse(self._failed(error))
+        return self._in_effect(edit.prepared.content_hash, edit.steps, warnings)
 
-    def _reserve_addresses(self, loaded: Loaded, servers: Sequence[PreparedServer]) -> None:
-        """Hold every address that is new in this edit, before anything is stopped for it."""
-        problems = []
-        for server in edits.newly_addressed(servers, self._applied.servers):
-            try:
-                self._sockets.reserve(edits.address(server))
-            except AddressTakenError as error:
-                source = loaded.sources[server.name]
-                problems.append(source.problem("port", error.message, error.hint))
-        if problems:
-            self._sockets.settle()
-            raise ConfigError(problems)
-
-    async def _apply(
-        self, prepared: Prepared, before: edits.Servers, steps: Sequence[differ.Step]
+    def _in_effect(
+        self, content_hash: str, steps: Sequence[differ.Step], warnings: tuple[Problem, ...]
     ) -> Conclusion:
-        """Put *prepared* in force in the place of *before*, by *steps*."""
-        changes = edits.changes(steps, before, prepared.servers, self._desired_of)
-        await self._submit(prepared, changes)
-        self._sockets.settle()
-        self._desired.forget(before.keys() - prepared.servers.keys())
-        saved = await asyncio.to_thread(
-            self._last_good.save, self._path, prepared.files, prepared.content_hash
-        )
-        if not saved:
-            self._log.warning("config.not_saved", path=str(self._state.last_good))
-        self.status = replace(
-            self.status,
-            state="applied",
-            hash_on_disk=prepared.content_hash,
-            hash_applied=prepared.content_hash,
-            applied_at=time.time(),
-            generation=self.status.generation + 1,
-            problems=(),
-            warnings=tuple(map(str, prepared.warnings)),
-            pending=(),
-        )
-        if prepared.warnings:
+        self.status = self.status.applied(content_hash, warnings, time.time())
+        if warnings:
             self._log.warning("config.loaded", warnings=list(self.status.warnings))
         self._log.info("plan.applied", steps=[str(step) for step in steps])
-        return Conclusion(
-            "applied", self.status.generation, tuple(steps), warnings=prepared.warnings
-        )
-
-    async def _submit(
-        self, prepared: Prepared, changes: tuple[plan.Remove | plan.Put | plan.Adjust, ...]
-    ) -> None:
-        self._applied = prepared
-        daemon = prepared.daemon
-        event = plan.Apply(changes, daemon.max_parallel_loads, prepared.budget_bytes)
-        await self._reconciler.submit(event, Wanted(prepared.servers, daemon, prepared.machine))
-        self._adopted(daemon)
-
-    def _desired_of(self, server: PreparedServer) -> Desired:
-        return self._desired.of(server.name, server.spec)
-
-    async def _look_for_files(self) -> None:
-        """Let servers start whose model, or other file, has appeared since."""
-        if not self._blocked():
-            return
-        try:
-            found = await self._prepare(self._loaded)
-        except ConfigError as error:
-            for name in self._blocked():
-                cause = Cause("model_fault", str(error))
-                self._reconciler.post(name, events.Block(cause))
-            return
-        freed = edits.freed(found.servers, self._reconciler.fleet)
-        if freed:
-            servers = {**self._applied.servers, **{it.name: it for it in freed}}
-            await self._submit(
-                replace(self._applied, servers=servers),
-                tuple(edits.put(it, Desired.RUNNING) for it in freed),
-            )
-
-    def _blocked(self) -> list[str]:
-        servers = self._reconciler.fleet.servers.values()
-        names = [
-            it.name
-            for it in servers
-            if it.state is State.BLOCKED and it.cause and it.cause.code != NO_MEMORY
-        ]
-        return [name for name in names if name in self._applied.servers]
+        return Conclusion("applied", self.status.generation, tuple(steps), warnings=warnings)
 
 
 def _right(loaded: Loaded | RejectedError) -> Loaded:
@@ -485,19 +331,3 @@ def _answer(waiter: asyncio.Future[Conclusion], conclusion: Conclusion) -> None:
         waiter.exception()  # asked by nobody in particular: no complaint that it was never looked at
     else:
         waiter.set_result(conclusion)
-
-
-def _read(
-    path: Path, environ: Mapping[str, str], files: Sequence[Path]
-) -> tuple[Loaded | RejectedError, Look]:
-    """Return the configuration, or why there is none, and a look at its files from before they were read."""
-    while True:
-        seen = look(files)
-        result: Loaded | RejectedError
-        try:
-            result = load(path, environ=environ)
-        except RejectedError as error:
-            result = error
-        if seen.keys() >= set(result.watched):
-            return result, {file: seen[file] for file in result.watched}
-        files = result.watched

@@ -17,14 +17,7 @@ def replaced(server: Server, section: Section) -> Server:
     """Return *server* with *section* in force, and with the one to go back to should that fail."""
     kept = server.section if _served(server) else server.previous
     previous = None if kept is None or kept.spec_hash == section.spec_hash else kept
-    return replace(
-        server,
-        spec=section.spec,
-        spec_hash=section.spec_hash,
-        claim=section.claim,
-        previous=previous,
-        divergence=None,
-    )
+    return replace(_under(server, section), previous=previous, divergence=None)
 
 
 def retried(server: Server) -> Server:
@@ -42,14 +35,12 @@ def rolled_back(server: Server, cause: Cause, now: float) -> Server | None:
     previous = server.previous
     if previous is None:
         return None
-    return replace(
-        server,
-        spec=previous.spec,
-        spec_hash=previous.spec_hash,
-        claim=previous.claim,
-        previous=None,
-        divergence=Divergence(server.section, cause, now),
-    )
+    divergence = Divergence(server.section, cause, now)
+    return replace(_under(server, previous), previous=None, divergence=divergence)
+
+
+def _under(server: Server, section: Section) -> Server:
+    return replace(server, spec=section.spec, spec_hash=section.spec_hash, claim=section.claim)
 
 
 def _served(server: Server) -> bool:

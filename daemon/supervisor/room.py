@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from daemon.policy.claim import Claim
 from daemon.supervisor import memory
-from daemon.supervisor.lifecycle import NO_MEMORY
-from daemon.supervisor.server import Cause, Desired, Server, State, Worker
+from daemon.supervisor.server import NO_MEMORY, Cause, Desired, Server, State, Worker
 from daemon.units import format_size
 
 Servers = Mapping[str, Server]

@@ -48,6 +48,9 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+NO_MEMORY = "insufficient_memory"  # the code of a block that whoever divides the memory lifts
+
+
 @dataclass(frozen=True, slots=True)
 class Cause:
     """Why a server is not simply running: a stable code, words, and what to do."""

@@ -14,7 +14,7 @@ import psutil
 from aiohttp import web
 
 from daemon.errors import TqdError
-from daemon.supervisor.plan import Listener
+from daemon.supervisor.listeners import Listener
 from daemon.supervisor.server import Address, Server, State
 
 BACKLOG = 512  # connections that wait in the kernel while one worker follows another
@@ -56,10 +56,15 @@ class Sockets:
         Raises:
             AddressTakenError: somebody else has it, or the host is none of this machine's.
         """
-        if not any(held.port == address.port for held in self._held):
+        if not self._holds(address):
             self._held[address] = _Held(bind(address))
             self._reserved.add(address)
             self.unsettled = True
+
+    def try_out(self, address: Address) -> None:
+        """Make sure that `reserve` would succeed, and raise as it does; nothing is held."""
+        if not self._holds(address):
+            try_out(address)
 
     def settle(self) -> None:
         """Forget the reservations: the next `arrange` closes what nobody wants."""
@@ -93,6 +98,9 @@ class Sockets:
         """Let go of every socket."""
         self.settle()
         await self.arrange({})
+
+    def _holds(self, address: Address) -> bool:
+        return any(held.port == address.port for held in self._held)
 
     async def _answer(self, held: _Held) -> None:
         async def unavailable(request: web.BaseRequest) -> web.StreamResponse:
@@ -136,6 +144,21 @@ def bind(address: Address) -> socket.socket:
     Raises:
         AddressTakenError: it cannot be had; the message names the holder where that can be known.
     """
+    sock = _bound(address)
+    try:
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise _refusal(address, error) from error
+    return sock
+
+
+def try_out(address: Address) -> None:
+    """Make sure that *address* can be had, without ever listening there; raises as `bind` does."""
+    _bound(address).close()
+
+
+def _bound(address: Address) -> socket.socket:
     try:
         family, kind, proto, _, where = _resolve(address)
     except socket.gaierror as error:
@@ -150,7 +173,6 @@ def bind(address: Address) -> socket.socket:
             if family == socket.AF_INET6:
                 sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             sock.bind(where)
-            sock.listen(BACKLOG)
         except OSError as error:
             raise _refusal(address, error) from error
         undo.pop_all()

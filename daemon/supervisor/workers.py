@@ -14,8 +14,8 @@ from typing import assert_never
 from daemon.config import wire
 from daemon.log import get_logger
 from daemon.supervisor import environment, events
+from daemon.supervisor.exits import TAIL_LINES
 from daemon.supervisor.leftovers import Register
-from daemon.supervisor.lifecycle import TAIL_LINES
 from daemon.supervisor.logs import LogWriter, Tail
 from daemon.supervisor.process import Child, Message
 from daemon.supervisor.rounds import Rounds

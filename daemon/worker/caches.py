@@ -5,17 +5,16 @@ A server and `tqd eval` do it alike, so what is measured is what is served.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from daemon.cache import build
+from daemon.cache import build, in_force
 from daemon.cache.build import CacheFactory
 from daemon.errors import WorkerExit, WorkerExitError, first_line
-from daemon.policy.architecture import Architecture, LayerKind
-from daemon.policy.resolve import resolve
-from daemon.policy.resolved import ResolvedPolicy
+from daemon.policy.architecture import Architecture
+from daemon.policy.resolved import LayerPlan, ResolvedPolicy
 from daemon.policy.rules import Batching
 from daemon.policy.spec import KvRequest
 from daemon.worker.calibration import Calibration, Wanted, calibrated
@@ -62,18 +61,18 @@ def put_in_force(
         PolicyError: the policy does not fit the model.
         WorkerExitError: the model does not run here, or its calibration failed under `kv.strict`.
     """
-    resolved = resolve(kv, subject.architecture, allowed=allowed)
-    factory = _proved(subject, resolved, batching)
-    calibration = _calibrated(subject, kv, factory, progress)
-    if not calibration.has_means and subject.architecture.boundary_k:
-        # what `boundary_k: auto` is for: keys of this family that keep their mean
-        resolved = resolve(kv, subject.architecture, allowed=allowed, key_means=False)
-        factory = _proved(subject, resolved, batching)
+    resolved, factory, calibration = in_force.put_in_force(
+        kv,
+        subject.architecture,
+        allowed=allowed,
+        prove=lambda plans: _proved(subject, plans, batching),
+        find_means=lambda found: _calibrated(subject, kv, found, progress),
+        any_means=lambda found: found.has_means,
+    )
     return Caches(resolved, factory.calibrated(calibration.transforms, calibration.id), calibration)
 
 
-def _proved(subject: Subject, resolved: ResolvedPolicy, batching: Batching) -> CacheFactory:
-    plans = [plan for plan in resolved.layers if plan.kind is not LayerKind.SHARED]
+def _proved(subject: Subject, plans: Sequence[LayerPlan], batching: Batching) -> CacheFactory:
     factory = build.plan_caches(subject.model, plans, batching=batching)
     try:
         return build.probe(subject.model, factory, subject.vocab_size)

@@ -18,11 +18,12 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, load_tokenizer
 
-from daemon.cache import backends, cost, seam
+from daemon.cache import backends, build, cost, seam
 from daemon.cache.build import CacheFactory
 from daemon.config import wire
 from daemon.errors import PolicyError, WorkerExit, WorkerExitError, first_line
 from daemon.kernels.attention import on_this_device
+from daemon.kernels.backend import device_name
 from daemon.policy.architecture import Architecture, read_architecture
 from daemon.policy.budget import EXACT_BYTES
 from daemon.policy.claim import padded, sequence_cost
@@ -79,7 +80,7 @@ def load(spec: wire.WorkerSpec, progress: Progress) -> LoadedModel:
     progress("loading the tokenizer", 0.8)
     tokenizer = _load_tokenizer(folder, spec, config)
     progress("checking the KV policy", 0.85)
-    vocab_size: int = model(mx.array([[0]])).shape[-1]  # nothing is computed for a shape
+    vocab_size = build.vocab_size(model)
     caches = put_in_force(
         Subject(
             name=folder.name,
@@ -256,14 +257,7 @@ def _model_report(
         layers=len(architecture.layers),
         max_context=architecture.max_context or UNKNOWN_CONTEXT,
         weights_bytes=sum(array.nbytes for array in _weights(model)),
-        device=_device_name(),
+        device=device_name(),
         mlx_version=importlib.metadata.version("mlx"),
         mlx_lm_version=importlib.metadata.version("mlx-lm"),
     )
-
-
-def _device_name() -> str:
-    if mx.default_device() == mx.Device(mx.cpu):
-        return "cpu"
-    info = mx.device_info()
-    return str(info.get("device_name", "gpu"))

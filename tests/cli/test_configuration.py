@@ -10,6 +10,8 @@ from click.testing import CliRunner, Result
 
 from daemon.cli.main import main
 from daemon.config.load import load
+from daemon.supervisor.server import Address
+from daemon.supervisor.sockets import AddressTakenError
 
 MakeModel = Callable[..., Path]
 Run = Callable[..., Result]
@@ -19,10 +21,11 @@ GIB = 2**30
 
 @pytest.fixture(autouse=True)
 def _machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with 16 GiB, an empty Hugging Face cache and a state folder of its own."""
+    """A machine with 16 GiB and free ports, an empty Hugging Face cache and a state folder of its own."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("TQD_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setattr("daemon.config.machine.memory_bytes", lambda: 16 * GIB)
+    monkeypatch.setattr("daemon.cli.ports.try_out", lambda address: None)
     monkeypatch.chdir(tmp_path)
 
 
@@ -131,6 +134,47 @@ def test_check_refuses_what_does_not_fit_together(
     assert "does not fit" in output
     assert "needs 3" in output
     assert "gets 375.0 MiB" in output or "does not fit beside" in output
+
+
+def test_check_sees_a_port_that_somebody_else_has(
+    run: Run, make_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(tmp_path / "m")
+    servers("a: {model: m, port: 8081}", "b: {model: m, port: 8082}")
+
+    def stranger(address: Address) -> None:
+        if address.port != 8082:
+            raise AddressTakenError(f"port {address.port} is in use by pid 7 (nc)", hint="end it")
+
+    monkeypatch.setattr("daemon.cli.ports.try_out", stranger)
+    result = run("check", "--json")
+    assert result.exit_code == 2
+    document = json.loads(result.stdout)
+    a, b = document["servers"]
+    assert (a["state"], a["reason"], a["hint"]) == (
+        "blocked",
+        "port 8081 is in use by pid 7 (nc)",
+        "end it",
+    )
+    assert b["state"] == "ok"
+    endpoint, nobody_asked = document["warnings"]
+    assert "daemon.status: port 8700 is in use by pid 7 (nc): the daemon would run" in endpoint
+    assert f"no daemon of {tmp_path / 'state'} runs" in nobody_asked
+    assert "port 8081 is in use" in run("check").stdout
+
+
+def test_check_says_both_where_model_and_port_are_missing(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers("chat: {model: org/absent, port: 8081}")
+
+    def stranger(address: Address) -> None:
+        raise AddressTakenError(f"port {address.port} is in use")
+
+    monkeypatch.setattr("daemon.cli.ports.try_out", stranger)
+    (chat,) = json.loads(run("check", "--json").stdout)["servers"]
+    assert chat["state"] == "unresolved"
+    assert "hub id; port 8081 is in use" in chat["reason"]
 
 
 def test_check_reads_names_as_text_not_as_markup(

@@ -30,6 +30,7 @@ def server(state: str, **more: object) -> ServerStatus:
 def document(*servers: ServerStatus, **config: object) -> Document:
     plain: dict[str, Any] = {
         "path": "servers.yaml", "state": "applied", "errors": [], "pending": [], "divergent": [],
+        "warnings": [],
     }  # fmt: skip
     found = {
         "now": NOW,
@@ -59,6 +60,21 @@ def test_a_refused_file_says_what_makes_the_daemon_read_it_again() -> None:
     text = shown(overview(document(state="rejected", errors=[error])))
     assert "hint: it is read again when it is saved, or with `tqd reload`" in text
     assert "  servers.yaml:9:13: a: no\n    hint: b" in text
+
+
+def test_a_warning_about_the_file_in_force_is_shown() -> None:
+    text = shown(overview(document(warnings=["servers.yaml:3:4: servers.a.model: gone"])))
+    assert "\nnote: servers.yaml:3:4: servers.a.model: gone\n" in text
+
+
+def test_a_machine_that_is_short_of_memory_is_said_to_be() -> None:
+    memory = {
+        "planned_bytes": 1, "budget_bytes": 2, "total_bytes": 3, "device": "cpu", "over_budget": False,
+    }  # fmt: skip
+    for pressure, said in (("normal", False), (None, False), ("warn", True), ("critical", True)):
+        with_pressure = {**document(), "memory": memory | {"pressure": pressure}}
+        text = shown(overview(cast("Document", with_pressure)))
+        assert (f"the machine is short of memory ({pressure})" in text) is said
 
 
 def test_a_problem_of_the_whole_file_has_no_line() -> None:

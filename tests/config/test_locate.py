@@ -71,7 +71,7 @@ def test_a_download_without_config_is_missing(hub: Path) -> None:
 def test_a_path_is_a_folder_with_a_config(tmp_path: Path, make_model: MakeModel) -> None:
     folder = make_model(tmp_path / "m")
     assert locate(str(folder), None, hub=tmp_path) == Located(folder)
-    with pytest.raises(ModelMissingError, match="no such folder"):
+    with pytest.raises(ModelMissingError, match=f"there is no folder {tmp_path}/absent"):
         locate(str(tmp_path / "absent"), None, hub=tmp_path)
 
 

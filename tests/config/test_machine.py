@@ -9,9 +9,11 @@ import pytest
 from daemon.config.machine import (
     DeviceFacts,
     Machine,
+    VmStat,
     cgroup_limit,
     cgroup_used,
     describe,
+    host_memory,
     memory_bytes,
     parse_sysctl,
     parse_vm_stat,
@@ -113,9 +115,27 @@ def test_what_sysctl_prints() -> None:
 
 
 def test_what_vm_stat_prints() -> None:
-    assert parse_vm_stat(VM_STAT) == 16384 * (123456 + 234567 + 34567 + 4567)
+    available, wired = 16384 * (123456 + 234567 + 34567 + 4567), 16384 * 345678
+    assert parse_vm_stat(VM_STAT) == VmStat(available, wired)
+    assert parse_vm_stat(VM_STAT.replace("wired", "tied")) == VmStat(available, None)
     assert parse_vm_stat("") is None
     assert parse_vm_stat("vm_stat: command not found") is None
+
+
+def test_a_mac_is_asked_what_it_could_hand_out_what_is_wired_and_how_short_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = {"vm_stat": VM_STAT, "sysctl": "kern.memorystatus_vm_pressure_level: 2\n"}
+    monkeypatch.setattr("daemon.config.machine.sys.platform", "darwin")
+    monkeypatch.setattr("daemon.config.machine._output", lambda program, *_: said[program])
+    now = host_memory()
+    assert (now.wired_bytes, now.pressure) == (16384 * 345678, "warn")
+    assert now.available_bytes == 16384 * (123456 + 234567 + 34567 + 4567)
+
+    monkeypatch.setattr("daemon.config.machine._output", lambda *_: "")
+    silent = host_memory()
+    assert (silent.wired_bytes, silent.pressure) == (None, None)
+    assert silent.available_bytes > 0
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from daemon.config import wire
 from daemon.config.load import load
 from daemon.config.machine import Machine
 from daemon.config.prepare import (
@@ -15,9 +15,8 @@ from daemon.config.prepare import (
     MODEL_FAULT,
     MODEL_MISSING,
     Prepared,
-    live_message,
     prepare,
-    worker_spec,
+    salvage,
 )
 from daemon.errors import ConfigError
 from daemon.paths import StateDir
@@ -38,12 +37,17 @@ def ask(tmp_path: Path) -> Ask:
     """Prepare a file of servers, written as the lines under `servers:`, on a machine of *memory* bytes."""
 
     def ask(
-        *servers: str, memory: int = 64 * GIB, environ: dict[str, str] | None = None
+        *servers: str,
+        memory: int = 64 * GIB,
+        environ: dict[str, str] | None = None,
+        before: Prepared | None = None,
     ) -> Prepared:
         path = tmp_path / "servers.yaml"
         path.write_text("version: 1\nservers:\n" + "".join(f"  {line}\n" for line in servers))
         loaded = load(path, environ=environ or {})
-        return prepare(loaded, state=StateDir(tmp_path / "state"), on=Machine(memory))
+        running = None if before is None else before.servers
+        state = StateDir(tmp_path / "state")
+        return prepare(loaded, state=state, on=Machine(memory), before=running)
 
     return ask
 
@@ -62,7 +66,8 @@ def test_a_server_knows_its_layers_sizes_and_identity(
 ) -> None:
     folder = make_model(tmp_path / "m", weights=5000)
     server = ask("chat: {model: m, port: 8081, max_concurrent: 3}").servers["chat"]
-    assert server.model_path == folder
+    assert server.facts is not None
+    assert server.facts.folder == folder
     assert server.model == "m"
     assert server.resolved is not None
     assert server.resolved.effective_counts == {"turbo8v4": 8}
@@ -78,7 +83,7 @@ def test_a_server_knows_its_layers_sizes_and_identity(
     assert claim.needs_bytes == claim.fixed_bytes + claim.sequence_bytes
     assert claim.wants_bytes == claim.fixed_bytes + 3 * claim.sequence_bytes
     assert server.kv_bytes <= 3 * claim.sequence_bytes  # whole buffers, and a layer unpacked
-    assert server.fingerprint
+    assert server.facts.fingerprint
     assert server.blocked is None
 
 
@@ -105,7 +110,9 @@ def test_a_model_in_the_hub_cache_is_found(ask: Ask, make_model: MakeModel, tmp_
     folder = make_model(repo / "snapshots" / "abc123")
     (repo / "refs").mkdir()
     (repo / "refs" / "main").write_text("abc123")
-    assert ask("chat: {model: org/name, port: 1}").servers["chat"].model_path == folder
+    facts = ask("chat: {model: org/name, port: 1}").servers["chat"].facts
+    assert facts is not None
+    assert facts.folder == folder
 
 
 @pytest.mark.parametrize("variable", ["HF_HUB_CACHE", "HF_HOME"])
@@ -119,7 +126,8 @@ def test_a_server_may_have_a_hub_cache_of_its_own(
     server = ask(
         f"chat: {{model: org/name, revision: abc, port: 1, env: {{{variable}: {value}}}}}"
     ).servers["chat"]
-    assert server.model_path == folder
+    assert server.facts is not None
+    assert server.facts.folder == folder
 
 
 def test_a_config_without_weights_is_planned_but_cannot_start(
@@ -147,25 +155,116 @@ def test_a_file_that_the_worker_would_miss_blocks(
     assert blocked is not None
     assert blocked.code == FILE_MISSING
     assert key in blocked.message
+    assert blocked.key == key
 
 
-def test_faults_of_models_stand_at_the_model(
+def test_an_architecture_that_cannot_be_served_is_a_fault_at_the_model(
     ask: Ask, make_model: MakeModel, tmp_path: Path
 ) -> None:
     make_model(tmp_path / "odd", model_type="no_such_family")
+    [found] = faults(ask, "odd: {model: odd, port: 1}")
+    assert found.startswith("3:16: servers.odd.model: ")
+    assert "no_such_family" in found
+
+
+def test_damaged_files_of_a_model_block_its_server_and_no_other(
+    ask: Ask, make_model: MakeModel, tmp_path: Path
+) -> None:
+    make_model(tmp_path / "m")
     (make_model(tmp_path / "broken") / "config.json").write_text("{")
     weights = make_model(tmp_path / "short") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    found = faults(
-        ask,
-        "odd: {model: odd, port: 1}",
+    found = ask(
+        "here: {model: m, port: 1}",
         "broken: {model: broken, port: 2}",
         "short: {model: short, port: 3}",
+    ).servers
+    broken, short = found["broken"].blocked, found["short"].blocked
+    assert found["here"].blocked is None
+    assert broken is not None
+    assert short is not None
+    assert (broken.code, short.code) == (MODEL_FAULT, MODEL_FAULT)
+    assert "config.json is not JSON" in broken.message
+    assert "model.safetensors are damaged" in short.message
+
+
+def test_a_model_that_has_gone_is_blocked_and_known_as_it_was(
+    ask: Ask, make_model: MakeModel, tmp_path: Path
+) -> None:
+    """What runs of it stays comparable: an edit of another entry must not restart or refuse it."""
+    folder = make_model(tmp_path / "m")
+    before = ask("chat: {model: m, port: 1}")
+    folder.rename(tmp_path / "away")
+
+    after = ask("chat: {model: m, port: 1, labels: {a: b}}", before=before).servers["chat"]
+    was = before.servers["chat"]
+    assert after.blocked is not None
+    assert after.blocked.code == MODEL_MISSING
+    assert (after.spec_hash, after.claim, after.facts) == (was.spec_hash, was.claim, was.facts)
+
+    assert after.blocked.message == f"there is no folder {folder}"  # no hub id, which it is without
+
+    other = ask("chat: {model: n, port: 1}", before=before).servers["chat"]
+    assert other.facts is None
+
+
+@pytest.mark.parametrize("now", ["{", '{"model_type": "no_such_family"}'])
+def test_a_model_that_was_damaged_or_replaced_is_known_as_it_was(
+    ask: Ask, make_model: MakeModel, tmp_path: Path, now: str
+) -> None:
+    folder = make_model(tmp_path / "m")
+    before = ask("chat: {model: m, port: 1}")
+    (folder / "config.json").write_text(now)
+    after = ask("chat: {model: m, port: 1}", before=before).servers["chat"]
+    assert after.blocked is not None
+    assert after.blocked.code == MODEL_FAULT
+    assert after.spec_hash == before.servers["chat"].spec_hash
+
+
+def test_an_entry_that_fits_the_model_of_before_and_not_that_of_now_is_no_fault_of_the_edit(
+    ask: Ask, make_model: MakeModel, tmp_path: Path
+) -> None:
+    rule = 'chat: {model: m, port: 1, kv: {layers: [{match: "6-7", mode: fp16}]}}'
+    make_model(tmp_path / "m").rename(tmp_path / "eight")
+    (tmp_path / "m").symlink_to("eight")
+    before = ask(rule)
+    make_model(tmp_path / "four", num_hidden_layers=4)
+    (tmp_path / "m").unlink()
+    (tmp_path / "m").symlink_to("four")
+    after = ask(rule, before=before).servers["chat"]
+    assert after.blocked is not None
+    assert (after.blocked.code, after.blocked.key) == (MODEL_FAULT, "kv.layers.0.match")
+    assert after.spec_hash == before.servers["chat"].spec_hash
+
+    wrong = rule.replace("6-7", "8-9")
+    with pytest.raises(ConfigError, match="no such layers"):
+        ask(wrong, before=before)
+
+
+def test_what_was_accepted_once_is_salvaged_server_by_server(
+    make_model: MakeModel, tmp_path: Path
+) -> None:
+    make_model(tmp_path / "m")
+    make_model(tmp_path / "odd", model_type="no_such_family")
+    path = tmp_path / "servers.yaml"
+    path.write_text(
+        "version: 1\nservers:\n  here: {model: m, port: 1}\n  odd: {model: odd, port: 2}\n"
     )
-    assert [line.partition(": ")[0] for line in found] == ["3:16", "4:19", "5:18"]
-    assert "no_such_family" in found[0]
-    assert "config.json is not JSON" in found[1]
-    assert "model.safetensors are damaged" in found[2]
+    found = salvage(load(path, environ={}), state=StateDir(tmp_path / "state")).servers
+    odd = found["odd"].blocked
+    assert found["here"].blocked is None
+    assert odd is not None
+    assert odd.code == MODEL_FAULT
+    assert "no_such_family" in odd.message
+
+
+def test_a_policy_that_is_none_cannot_be_salvaged(make_model: MakeModel, tmp_path: Path) -> None:
+    make_model(tmp_path / "m")
+    path = tmp_path / "servers.yaml"
+    path.write_text("version: 1\nservers:\n  a: {model: m, port: 1, kv: {policy: balanced}}\n")
+    loaded = replace(load(path, environ={}), policies={})  # as another tqd might know them
+    with pytest.raises(ConfigError, match=r"servers\.a\.kv\.policy"):
+        salvage(loaded, state=StateDir(tmp_path / "state"))
 
 
 def test_faults_of_policies_stand_at_their_key(
@@ -254,43 +353,13 @@ def test_an_allowlist_entry_of_this_machine_counts(
     before = ask(line).servers["chat"]
     assert before.allowed is None
     (tmp_path / "state").mkdir()
-    entry = {"fingerprint": before.fingerprint, "evidence": "measured here"}
+    entry = {"fingerprint": before.facts.fingerprint, "evidence": "measured here"}
     (tmp_path / "state" / "allowlist.yaml").write_text(json.dumps({"entries": [entry]}))
     after = ask(line).servers["chat"]
     assert after.allowed == "measured here"
     assert after.resolved is not None
     assert after.resolved.effective_counts == {"turbo4v4": 8}
     assert after.spec_hash != before.spec_hash
-
-
-def test_the_worker_gets_all_it_needs_as_one_line_of_json(
-    ask: Ask, make_model: MakeModel, tmp_path: Path
-) -> None:
-    folder = make_model(tmp_path / "m")
-    server = ask(
-        "chat: {model: m, port: 1, api_key: k, aliases: [a], env: {A: b}, drain_timeout: 1500ms,"
-        ' kv: {layers: [{match: [0, 1], mode: fp16}, {match: "last:1", v: int8}]}}'
-    ).servers["chat"]
-    spec = worker_spec(server, launch=3, nonce="n", log_level="debug", memory_limit_bytes=5)
-    again = wire.to_worker.validate_json(wire.encode(spec))
-    assert again == spec
-    assert (spec.launch, spec.nonce, spec.log_level, spec.memory_limit_bytes) == (
-        3,
-        "n",
-        "debug",
-        5,
-    )
-    assert (spec.model_path, spec.api_key, spec.spec_hash) == (str(folder), "k", server.spec_hash)
-    assert spec.server.max_context == 4096  # as planned: the worker does not choose another
-    message = live_message(server)
-    assert wire.to_worker.validate_json(wire.encode(message)) == message
-    assert message.server == spec.server
-
-
-def test_a_server_without_a_model_has_no_worker(ask: Ask) -> None:
-    server = ask("chat: {model: org/absent, port: 1}").servers["chat"]
-    with pytest.raises(ValueError, match="no model"):
-        worker_spec(server, launch=1, nonce="n")
 
 
 def test_keys_and_environments_are_not_shown(
@@ -309,7 +378,7 @@ def test_a_model_from_the_environment_is_shown_as_it_was_written(ask: Ask) -> No
     server = ask("chat: {model: '${env:M}', port: 1}", environ={"M": "/secret/m"}).servers["chat"]
     assert server.model == "${env:M}"
     assert server.blocked is not None
-    assert "/secret" not in str(server.blocked)
+    assert server.blocked.message == "there is no folder ${env:M}"
 
 
 def test_preparing_twice_gives_the_same(ask: Ask, make_model: MakeModel, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -323,6 +324,101 @@ def test_a_model_that_appears_later_lets_its_server_start(site: Site) -> None:
     (site.folder / "elsewhere").rename(site.folder / "model")
     assert site.tqd("start", "a").exit_code == 0
     assert site.server("a")["state"] == "ready"
+
+
+def test_a_model_that_goes_later_holds_no_other_edit_up_and_its_worker_runs_on(site: Site) -> None:
+    _model_of_its_own(site, "b")
+    site.add("a")
+    site.add("b", model="./b")
+    site.write()
+    site.run()
+    pids = site.ready()
+    (site.folder / "b").rename(site.folder / "away")
+
+    site.servers["a"]["labels"] = {"team": "search"}
+    site.write()
+    assert site.tqd("diff").stdout.startswith("live a: labels.team")
+    site.applied(2)
+    assert site.ready() == pids
+    [warning] = site.config()["warnings"]
+    assert f"there is no folder {site.folder}/b; its worker goes on" in warning
+    assert "its worker goes on" in " ".join(site.tqd("status").stdout.split())
+
+    site.servers["b"]["max_context"] = 64
+    site.write()
+    for command in (["diff"], ["reload"], ["restart", "b"], ["restart", "--all"]):
+        refusal = site.tqd(*command)
+        assert refusal.exit_code == 2, command
+        assert "servers.b.model: there is no folder" in refusal.stderr
+    assert site.ready() == pids
+
+    del site.servers["b"]["max_context"]
+    site.write()
+    (site.folder / "away").rename(site.folder / "b")
+    site.until(lambda: site.config()["state"] == "applied", "the change is taken back")
+    assert site.tqd("restart", "b").exit_code == 0
+    assert site.server("a")["pid"] == pids["a"]
+
+
+def test_a_worker_whose_model_went_and_came_back_is_replaced_when_it_dies(site: Site) -> None:
+    site.add("a")
+    site.write()
+    site.run()
+    site.ready()
+    (site.folder / "model").rename(site.folder / "away")
+    site.servers["a"]["labels"] = {"team": "search"}
+    site.write()
+    site.applied(2)
+    (site.folder / "away").rename(site.folder / "model")
+
+    os.kill(site.server("a")["pid"], signal.SIGKILL)
+    site.until(lambda: site.server("a")["last_exit"], "the end of the worker")
+    site.ready()
+
+
+def test_a_damaged_model_blocks_its_server_at_a_cold_start_and_no_other(site: Site) -> None:
+    _model_of_its_own(site, "b")
+    site.add("a")
+    site.add("b", model="./b")
+    config = site.folder / "b" / "config.json"
+    whole = config.read_text()
+    config.write_text(whole[:20])
+    site.write()
+    site.run()
+    site.ready("a")
+    assert site.is_in("b", "blocked")["reason_code"] == "model_fault"
+
+    config.write_text(whole)
+    assert site.tqd("start", "b").exit_code == 0
+    site.ready()
+
+
+def test_a_model_of_another_kind_than_before_blocks_its_server_at_a_cold_start(site: Site) -> None:
+    _model_of_its_own(site, "b")
+    site.add("a")
+    site.add("b", model="./b")
+    site.write()
+    site.run()
+    site.ready()
+    site.signal(signal.SIGTERM)
+    assert site.ended() == 0
+
+    config = site.folder / "b" / "config.json"
+    whole = config.read_text()
+    config.write_text(whole.replace("llama", "no_such_family"))
+    site.run()
+    site.ready("a")
+    assert "no_such_family" in str(site.is_in("b", "blocked")["reason"])
+    assert site.config()["state"] == "stale"
+
+    config.write_text(whole)
+    assert site.tqd("start", "b").exit_code == 0
+    assert site.tqd("reload").exit_code == 0
+    assert site.config()["state"] == "applied"
+
+
+def _model_of_its_own(site: Site, name: str) -> None:
+    shutil.copytree(site.folder / "model", site.folder / name)
 
 
 def test_recorded_evidence_is_applied_by_reload_without_an_edit(site: Site) -> None:

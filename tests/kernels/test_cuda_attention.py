@@ -1,7 +1,9 @@
-"""The CUDA kernels against attention in float64: run on a machine with an NVIDIA GPU."""
+"""The CUDA kernels against attention in float64: on an NVIDIA GPU where there is one, else on cudashim."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -16,14 +18,39 @@ from daemon.kernels.cuda import encoding, launch, plan, rounding
 from daemon.kernels.cuda.layer import layer_of
 from daemon.kernels.keys import KeyTransform, Rotary
 from daemon.kernels.packing import TILE, Packed, TileLayout
-from daemon.kernels.stepping import Leaving, Span
+from daemon.kernels.stepping import Leaving, Span, no_tiles
 from daemon.kernels.stored import RawSide, Stored
-from daemon.policy.schemes import FP16, INT8, TURBO2, TURBO3, TURBO4, TURBO5, Codec
+from daemon.policy.schemes import (
+    FP16,
+    INT8,
+    TRELLIS3,
+    TURBO2,
+    TURBO3,
+    TURBO3_5,
+    TURBO4,
+    TURBO5,
+    Codec,
+)
+from tests.cudashim import shim
+from tests.metalshim import compiler
 
-pytestmark = pytest.mark.cuda
+# several splits of many tiles; on an emulation, as few tiles as several splits have
+LONGEST = 9000 if mx.cuda.is_available() else 2200
+
+pytestmark = pytest.mark.skipif(
+    not mx.cuda.is_available() and compiler.missing() is not None,
+    reason=f"no NVIDIA GPU, and none can be emulated: {compiler.missing()}",
+)
 
 Float = npt.NDArray[np.float64]
 BITS = {16: FP16, 8: INT8, 5: TURBO5, 4: TURBO4, 3: TURBO3, 2: TURBO2}
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[None]:
+    """An NVIDIA GPU, or what executes its kernels on a CPU."""
+    with nullcontext() if mx.cuda.is_available() else shim.installed():
+        yield
 
 
 @dataclass(frozen=True)
@@ -231,7 +258,7 @@ def test_the_fast_kernel_agrees_with_float64(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("sinks", [0, 4, 40])
-@pytest.mark.parametrize("packed", [1, 31, 32, 33, 256, 1025, 9000])
+@pytest.mark.parametrize("packed", [1, 31, 32, 33, 256, 1025, LONGEST])
 @pytest.mark.parametrize("mean", ["none", "rotary"])
 def test_any_length_is_fine(packed: int, sinks: int, mean: str) -> None:
     for tail in (0, 1, 63):
@@ -261,6 +288,10 @@ GENERAL = [
     Problem(k=FP16, v=TURBO3, dim_k=64, dim_v=256, mask="boolean"),
     Problem(k=TURBO2, v=FP16, dim_k=96, dim_v=64, queries=5, logits=True),
     Problem(k=INT8, v=INT8, dim_k=64, dim_v=64, queries=8, grouped=2),
+    Problem(k=TURBO3_5, v=TURBO3_5, mean="rotary", queries=2),
+    Problem(k=TRELLIS3, v=TRELLIS3, dim_k=80, dim_v=80, mean="rotary", logits=True),
+    Problem(k=TURBO4, v=TRELLIS3, dim_k=128, dim_v=64, dtype=mx.bfloat16),
+    Problem(k=TRELLIS3, v=TURBO3_5, dim_k=64, dim_v=192, grouped=7, mask="additive"),
 ]
 
 
@@ -283,12 +314,13 @@ def test_the_general_kernel_takes_any_length() -> None:
 @pytest.mark.parametrize("rows", [1, 3, 9, 40])
 def test_a_step_of_ragged_rows_attends_and_takes_in_the_newest_token(rows: int) -> None:
     """In one node: rows of many lengths, one all in full precision, with slots of tokens that have left."""
-    lengths = [33, 203, 1000, 60, 4000]
+    lengths = [33, 203, 1000, 60, LONGEST]
     problems = [
         Problem(packed_to=lengths[i % 5], tail=37 - i % 7, mean="rotary", seed=i, n_kv=2)
-        for i in range(rows)
+        for i in range(10)
     ]
-    built = [build(problem) for problem in problems]
+    some = [build(problem) for problem in problems[:rows]]
+    built = [some[i % 10] for i in range(rows)]
     transform = built[0][1].keys
     stored = [replace(each, keys=transform) for _, each, _, _ in built]
     if rows > 1:
@@ -305,7 +337,8 @@ def test_a_step_of_ragged_rows_attends_and_takes_in_the_newest_token(rows: int) 
         Span(row.length, row.packed_from, row.packed_to, 0, gap)
         for row, gap in zip(stored, left, strict=True)
     )
-    tiles = [mx.zeros((1, 1, 16), mx.uint32) if row.tiles is None else row.tiles for row in stored]
+    nothing = no_tiles(2, stored[0].layout.words)
+    tiles = [nothing if row.tiles is None else row.tiles for row in stored]
     layer = layer_of(stored[0].layout, 2, transform)
     assert layer is not None
 

@@ -8,6 +8,16 @@ from pathlib import Path
 import pytest
 
 from daemon.kernels import order
+from daemon.policy.schemes import (
+    FP16,
+    INT8,
+    TRELLIS3,
+    TURBO2,
+    TURBO3,
+    TURBO3_5,
+    TURBO4,
+    TURBO5,
+)  # fmt: skip
 from tests.kernels.pairwise import pairwise
 from tests.kernels.test_cuda_sources import (
     VARIANTS,
@@ -27,9 +37,11 @@ FAST = pairwise({
 GENERAL = pairwise(
     {
         "dims": [(64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256)],
-        "k": [16, *K_BITS], "v": [16, *V_BITS], "masked": [False, True],
+        "k": [FP16, INT8, TURBO5, TURBO4, TURBO3_5, TURBO3, TRELLIS3, TURBO2],
+        "v": [FP16, INT8, TURBO4, TURBO3_5, TURBO3, TRELLIS3, TURBO2],
+        "masked": [False, True],
     },
-    lambda row: (row.get("k"), row.get("v")) != (16, 16),
+    lambda row: (row.get("k"), row.get("v")) != (FP16, FP16),
 )  # fmt: skip
 ENCODING = pairwise({"dim": [64, 128], "k_bits": K_BITS, "v_bits": V_BITS, "kind": TYPES})
 FOLDING = pairwise({

@@ -11,6 +11,7 @@ import pytest
 
 from daemon.kernels import order
 from daemon.kernels.cuda import plan, sources
+from daemon.policy.schemes import FP16, INT8, TRELLIS3, TURBO3, TURBO3_5, TURBO5, Codec
 
 INPUT_TYPES = {
     "tiles": "unsigned int", "spans": "int", "layer": "float", "counters": "unsigned int",
@@ -72,16 +73,20 @@ def fast_text(
     )
 
 
-def scan_text(dims: tuple[int, int], bits: tuple[int, int], tile_order: int, masked: bool) -> str:
+def scan_text(
+    dims: tuple[int, int], kinds: tuple[Codec, Codec], tile_order: int, masked: bool
+) -> str:
+    k, v = kinds
     vectors = dict.fromkeys(("q", "k_head", "k_tail"), "__nv_bfloat16")
     vectors |= dict.fromkeys(("v_head", "v_tail"), "__half")
     return kernel_text(
-        f"scan_{dims[0]}_{dims[1]}_{bits[0]}_{bits[1]}_{tile_order}",
+        f"scan_{dims[0]}_{dims[1]}_{k.name}_{v.name}_{tile_order}".replace(".", "_"),
         sources.scan_text(masked=masked),
         [*sources.SCAN_INPUTS, *["mask"] * masked],
         {"sums": "float"},
         vectors,
-        DIM_K=dims[0], DIM_V=dims[1], K_BITS=bits[0], V_BITS=bits[1], ORDER=tile_order, GROUPED=5,
+        DIM_K=dims[0], DIM_V=dims[1], K_HALVES=int(2 * k.bits), K_TRELLIS=int(k.trellis),
+        V_HALVES=int(2 * v.bits), V_TRELLIS=int(v.trellis), ORDER=tile_order, GROUPED=5,
         QUERIES=3, N_PAIRS=16, N_PLAIN=1, SCALE=1, SHARED=0, Q="__nv_bfloat16", K="__nv_bfloat16",
         V="__half",
     )  # fmt: skip
@@ -133,9 +138,9 @@ VARIANTS = {
     "general": (
         sources.scan_text(masked=False)[0],
         [
-            scan_text((192, 128), (3, 16), order.CANONICAL, True),
-            scan_text((80, 80), (5, 8), order.CANONICAL, False),
-            scan_text((64, 64), (8, 3), order.FRAGMENTS, False),
+            scan_text((192, 128), (TRELLIS3, FP16), order.CANONICAL, True),
+            scan_text((80, 80), (TURBO5, TURBO3_5), order.CANONICAL, False),
+            scan_text((64, 64), (INT8, TURBO3), order.FRAGMENTS, False),
             merge_text(False),
             merge_text(True),
         ],

@@ -14,7 +14,7 @@ from daemon.kernels.proof import Sample, sample
 from daemon.policy.schemes import SCHEMES
 from tests.kernels.emulated_metal import TOLERANCE, case, distance, exact, needs_shim, stretched
 from tests.metalshim import shim
-from tests.metalshim.compiler import MetalShimError
+from tests.metalshim.compiler import ShimError
 
 pytestmark = needs_shim
 
@@ -194,5 +194,5 @@ def test_a_mutant_is_noticed(
 def noticed_nothing(probe: Probe) -> bool:
     try:
         return probe()
-    except MetalShimError as error:
+    except ShimError as error:
         return "compile failed" in str(error)  # that is no mutant

@@ -19,8 +19,8 @@ INCLUDE = CPP / "include"
 _CLANGS = tuple(f"clang++-{version}" for version in (19, 18, 17, 16, 20, 21))
 
 
-class MetalShimError(RuntimeError):
-    """A kernel does not compile, or does something that Metal does not allow."""
+class ShimError(RuntimeError):
+    """A kernel does not compile, or does something that its machine does not allow."""
 
 
 def missing() -> str | None:
@@ -46,24 +46,23 @@ _FLAGS = (
     "-Wno-unknown-attributes", "-Wno-duplicate-decl-specifier", "-Wno-ignored-attributes",
     "-Wno-pragma-once-outside-header",
 )  # fmt: skip
-_UNDEFINED = "bounds,shift,integer-divide-by-zero,float-cast-overflow,alignment"
+UNDEFINED = "bounds,shift,integer-divide-by-zero,float-cast-overflow,alignment"
 _TSAN = (
     "instrument-func-entry-exit=0",
     "instrument-memintrinsics=1",
     "instrument-read-before-write=1",
 )
+CHECKED = (
+    f"-fsanitize=thread,{UNDEFINED}",
+    *(part for option in _TSAN for part in ("-mllvm", f"-tsan-{option}")),
+)
 
 # ub: undefined behaviour and guard pages. rough: the last bits are another machine's. check: every access to memory,
 # several times as slow.
 MODES: dict[str, tuple[str, ...]] = {
-    "ub": ("-ftrivial-auto-var-init=pattern", f"-fsanitize={_UNDEFINED}"),
-    "rough": ("-DMSL_ROUGH", "-ftrivial-auto-var-init=pattern", f"-fsanitize={_UNDEFINED}"),
-    "check": (
-        "-DMSL_ZONES",
-        "-ftrivial-auto-var-init=pattern",
-        f"-fsanitize=thread,{_UNDEFINED}",
-        *(part for option in _TSAN for part in ("-mllvm", f"-tsan-{option}")),
-    ),
+    "ub": ("-ftrivial-auto-var-init=pattern", f"-fsanitize={UNDEFINED}"),
+    "rough": ("-DMSL_ROUGH", "-ftrivial-auto-var-init=pattern", f"-fsanitize={UNDEFINED}"),
+    "check": ("-DMSL_ZONES", "-ftrivial-auto-var-init=pattern", *CHECKED),
 }  # fmt: skip
 
 
@@ -71,15 +70,15 @@ def compiled(source: str, mode: str) -> Path:
     """Return the shared object of the C++ text *source*.
 
     Raises:
-        MetalShimError: it does not compile; the message is clang's.
+        ShimError: it does not compile; the message is clang's.
     """
     header = _precompiled_header(mode)
-    made = _folder() / f"{_hash(source, str(header))}.so"
+    made = folder() / f"{hash_of(source, str(header))}.so"
     if made.exists():
         return made
     text, part = made.with_suffix(".cpp"), made.with_suffix(f".{os.getpid()}")
     text.write_text(source)
-    _run(*_FLAGS, *MODES[mode], "-include-pch", f"{header}.pch", *_includes(), "-shared", str(text), "-o", str(part))  # fmt: skip
+    run_clang(*_FLAGS, *MODES[mode], "-include-pch", f"{header}.pch", *_includes(), "-shared", str(text), "-o", str(part))  # fmt: skip
     part.replace(made)
     return made
 
@@ -87,10 +86,10 @@ def compiled(source: str, mode: str) -> Path:
 def runtime() -> Path:
     """Return the shared object of runtime.cpp."""
     source = CPP / "runtime.cpp"
-    made = _folder() / f"runtime-{_hash(source.read_text(), (CPP / 'abi.h').read_text())}.so"
+    made = folder() / f"runtime-{hash_of(source.read_text(), (CPP / 'abi.h').read_text())}.so"
     if not made.exists():
         part = made.with_suffix(f".{os.getpid()}")
-        _run("-std=c++17", "-O2", "-g", "-fPIC", "-shared", "-fcf-protection=none", str(source), "-o", str(part))  # fmt: skip
+        run_clang("-std=c++17", "-O2", "-g", "-fPIC", "-shared", "-fcf-protection=none", str(source), "-o", str(part))  # fmt: skip
         part.replace(made)
     return made
 
@@ -103,7 +102,7 @@ def lint(source: str) -> tuple[str, ...]:
     """Return what is wrong with the address spaces in the C++ text *source*, one line each."""
     body = source.split("#line 200000")[0]
     command = [
-        _clang(), "-std=c++14", "-Werror=c++17-extensions",  # Metal's language is a C++14
+        clang_path(), "-std=c++14", "-Werror=c++17-extensions",  # Metal's language is a C++14
         "-fsyntax-only", "-Wno-unknown-attributes", "-Wno-duplicate-decl-specifier",
         "-Xclang", "-cl-single-precision-constant", "-include", str(CPP / "lint.h"), "-x", "c++", "-",
     ]  # fmt: skip
@@ -121,13 +120,13 @@ def _precompiled_header(mode: str) -> Path:
     parts = [path.read_text() for path in sorted(INCLUDE.rglob("*")) if path.is_file()]
     parts += [
         (CPP / "abi.h").read_text(),
-        str(_clang()),
+        str(clang_path()),
         str(_FLAGS),
         str(MODES[mode]),
-        *map(str, (INCLUDE, _folder(), mlx())),
+        *map(str, (INCLUDE, folder(), mlx())),
         importlib.metadata.version("mlx"),
     ]
-    header = _folder() / f"metal-{mode}-{_hash(*parts)}.h"
+    header = folder() / f"metal-{mode}-{hash_of(*parts)}.h"
     if not Path(f"{header}.pch").exists():
         header.write_text(
             '#include "mlx/backend/metal/kernels/utils.h"\n'
@@ -137,7 +136,7 @@ def _precompiled_header(mode: str) -> Path:
             "-Xclang",
             "-fno-pch-timestamp",
         )  # files that a checkout writes again are the same
-        _run("-x", "c++-header", *_FLAGS, *MODES[mode], *no_dates, *_includes(), str(header), "-o", part)  # fmt: skip
+        run_clang("-x", "c++-header", *_FLAGS, *MODES[mode], *no_dates, *_includes(), str(header), "-o", part)  # fmt: skip
         Path(part).replace(f"{header}.pch")
     return header
 
@@ -156,24 +155,27 @@ def mlx() -> Path:
 
 
 @cache
-def _folder() -> Path:
-    folder = paths.cache_dir() / "metalshim"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+def folder() -> Path:
+    """Return the folder of compiled kernels."""
+    made = paths.cache_dir() / "metalshim"
+    made.mkdir(parents=True, exist_ok=True)
+    return made
 
 
-def _hash(*texts: str) -> str:
+def hash_of(*texts: str) -> str:
+    """Return a name for what *texts* make."""
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:24]
 
 
-def _clang() -> str:
+def clang_path() -> str:
     path = clang()
     if path is None:
-        raise MetalShimError(str(missing()))
+        raise ShimError(str(missing()))
     return path
 
 
-def _run(*arguments: str) -> None:
-    done = subprocess.run([_clang(), *arguments], capture_output=True, text=True)
+def run_clang(*arguments: str) -> None:
+    """Run clang++. Raises ShimError with its message."""
+    done = subprocess.run([clang_path(), *arguments], capture_output=True, text=True)
     if done.returncode:
-        raise MetalShimError(f"compile failed: {done.stderr[:6000]}")
+        raise ShimError(f"compile failed: {done.stderr[:6000]}")

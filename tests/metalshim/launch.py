@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.metalshim import compiler
-from tests.metalshim.compiler import MetalShimError
+from tests.metalshim.compiler import ShimError
 
 MAX_THREADS = 1024  # of a threadgroup
 MAX_GROUP_MEMORY = 32_768  # bytes
@@ -25,12 +25,16 @@ _POISON = 0xFF  # NaN in every float format
 
 @dataclass
 class Buffer:
-    """One buffer argument: *memory* is read before the launch and, if *writable*, replaced after it."""
+    """One buffer argument: *memory* is read before the launch and, if *writable*, replaced after it.
+
+    *alignment* is its address modulo 16.
+    """
 
     name: str
     memory: bytes
     writable: bool = False
     initialized: bool = True
+    alignment: int = 0
 
 
 @dataclass(frozen=True)
@@ -73,18 +77,19 @@ def launch(
     flush: bool = False,
     order: str = "forward",
     seed: int = 0,
+    most_group_memory: int = MAX_GROUP_MEMORY,
 ) -> Launched:
     """Run *kernel*, a shared object, over *grid* threads in threadgroups of *group*; x, y, z. *flush*: denormal numbers are zero.
 
     Raises:
-        MetalShimError: a race, an access out of bounds, a divergence, undefined behaviour, too large a threadgroup.
+        ShimError: a race, an access out of bounds, a divergence, undefined behaviour, too large a threadgroup.
     """
     runtime, library = _runtime(), _library(str(kernel))
     group_memory = library.msl_group_memory_bytes()
     if math.prod(group) > MAX_THREADS:
-        raise MetalShimError(f"threadgroup {tuple(group)} is larger than {MAX_THREADS} threads")
-    if group_memory > MAX_GROUP_MEMORY:
-        raise MetalShimError(f"threadgroup memory {group_memory} bytes > {MAX_GROUP_MEMORY}")
+        raise ShimError(f"threadgroup {tuple(group)} is larger than {MAX_THREADS} threads")
+    if group_memory > most_group_memory:
+        raise ShimError(f"threadgroup memory {group_memory} bytes > {most_group_memory}")
 
     regions = (_Region * len(buffers))()
     arguments = (c.c_void_p * len(buffers))()
@@ -92,10 +97,10 @@ def launch(
     at = runtime.arena + _PAGE
     for i, buffer in enumerate(buffers):
         size = len(buffer.memory)
-        pages = -(-max(size, 1) // _PAGE) * _PAGE
+        pages = max(-(-(size + buffer.alignment) // _PAGE), 1) * _PAGE
         runtime.msl_commit(at, pages)
         # flush with the guard page that follows, as far as alignment allows
-        base = at + pages - -(-size // 16) * 16
+        base = at + pages - -(-(size + buffer.alignment) // 16) * 16 + buffer.alignment
         c.memset(at, _POISON, pages)
         if buffer.initialized:
             c.memmove(base, buffer.memory, size)
@@ -133,7 +138,7 @@ def launch(
         runtime.msl_release(*span)
     if failed:
         where = f" at {_line(kernel, state.error_pc)}" if state.error_pc else ""
-        raise MetalShimError(error.value.decode() + where)
+        raise ShimError(error.value.decode() + where)
     unwritten = {b.name: r.unwritten for b, r in zip(buffers, regions, strict=True) if b.writable}
     return Launched(
         simd_operations=state.simd_operations,

@@ -8,17 +8,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
 
 from tests.metalshim import compiler, launch
+from tests.metalshim.arrays import (
+    Scalar,
+    dtype_name,
+    mlx_of,
+    numpy_of,
+    span,
+    storage,
+    template_value,
+)
 from tests.metalshim.launch import Buffer, Launched
-from tests.metalshim.translate import Argument, TemplateValue, named, translation
-
-Scalar = bool | int | float
+from tests.metalshim.translate import Argument, named, translation
 
 
 @dataclass(eq=False)
@@ -63,12 +69,12 @@ def metal_kernel(
         settings = _installed[-1]
         arguments, buffers = [], []
         for key, value in zip(input_names, inputs, strict=True):
-            array, dtype = _numpy(value)
+            array, dtype = numpy_of(value)
             if ensure_row_contiguous:
                 array = np.ascontiguousarray(array) if array.ndim else array
             given = named(key, source) if array.ndim else ()
             arguments.append(Argument(key, dtype, array.size, array.ndim, given=given))
-            buffers.append(Buffer(key, _span(array)))
+            buffers.append(Buffer(key, span(array)))
             strides = [stride // array.itemsize for stride in array.strides]
             described = {
                 "shape": np.array(array.shape, np.int32),
@@ -78,13 +84,13 @@ def metal_kernel(
             buffers += [Buffer(f"{key}_{what}", described[what].tobytes()) for what in given]
         outputs = []
         for key, shape, kind in zip(output_names, output_shapes, output_dtypes, strict=True):
-            dtype = _dtype_name(kind)
-            filled = np.full(shape, init_value or 0, _storage(dtype))
+            dtype = dtype_name(kind)
+            filled = np.full(shape, init_value or 0, storage(dtype))
             arguments.append(Argument(key, dtype, filled.size, filled.ndim, output=True))
             outputs.append(
                 Buffer(key, filled.tobytes(), writable=True, initialized=init_value is not None)
             )
-        values = [(key, _template_value(value)) for key, value in template]
+        values = [(key, template_value(value)) for key, value in template]
         text = translation(name, header, source, arguments, values)
         settings.sources[text] = name
         done = launch.launch(
@@ -99,7 +105,7 @@ def metal_kernel(
         )
         settings.launches.append((name, done))
         return [
-            _mlx(np.frombuffer(buffer.memory, _storage(_dtype_name(kind))).reshape(shape), kind)
+            mlx_of(np.frombuffer(buffer.memory, storage(dtype_name(kind))).reshape(shape), kind)
             for buffer, shape, kind in zip(outputs, output_shapes, output_dtypes, strict=True)
         ]
 
@@ -120,39 +126,3 @@ def installed(mode: str = "ub", order: str = "forward", seed: int = 0) -> Iterat
             yield settings
         finally:
             _installed.remove(settings)
-
-
-def _dtype_name(dtype: mx.Dtype) -> str:
-    return str(dtype).rsplit(".", 1)[-1].removesuffix("_")
-
-
-def _storage(dtype: str) -> np.dtype[Any]:
-    """Return NumPy's type for the bits of MLX's *dtype*: it has no bfloat16."""
-    return np.dtype("uint16" if dtype == "bfloat16" else dtype)
-
-
-def _numpy(value: mx.array | Scalar) -> tuple[np.ndarray[Any, Any], str]:
-    """Return *value* as an array that shares MLX's memory, strides included, and the name of its dtype."""
-    if isinstance(value, bool | int | float):
-        array = np.array(value, {bool: np.bool_, int: np.int32, float: np.float32}[type(value)])
-        return array, str(array.dtype)
-    dtype = _dtype_name(value.dtype)
-    return np.asarray(value.view(mx.uint16) if dtype == "bfloat16" else value), dtype
-
-
-def _span(array: np.ndarray[Any, Any]) -> bytes:
-    """Return the memory from the first to the last element of *array*, gaps between them included."""
-    if not array.size:
-        return b""
-    reach = sum((n - 1) * stride for n, stride in zip(array.shape, array.strides, strict=True))
-    flat = np.lib.stride_tricks.as_strided(array, (reach // array.itemsize + 1,), (array.itemsize,))
-    return flat.tobytes()
-
-
-def _mlx(array: np.ndarray[Any, Any], dtype: mx.Dtype) -> mx.array:
-    made = mx.array(array)
-    return made.view(mx.bfloat16) if dtype == mx.bfloat16 else made
-
-
-def _template_value(value: object) -> TemplateValue:
-    return value if isinstance(value, bool | int) else _dtype_name(value)  # type: ignore[arg-type] # a dtype then

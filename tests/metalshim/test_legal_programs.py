@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.metalshim import shim
-from tests.metalshim.compiler import MetalShimError
+from tests.metalshim.compiler import ShimError
 from tests.metalshim.conftest import Run
 from tests.metalshim.launch import ORDERS
 
@@ -118,7 +118,7 @@ def test_bfloat16_goes_in_and_out_unchanged() -> None:
 
 
 def test_a_threadgroup_of_more_than_1024_threads_is_refused(run: Run) -> None:
-    with pytest.raises(MetalShimError, match="larger than 1024 threads"):
+    with pytest.raises(ShimError, match="larger than 1024 threads"):
         run("out[0] = 0;", threads=2048, group=1025)
 
 

@@ -12,11 +12,11 @@ from daemon.config import wire
 from daemon.config.prepare import PreparedServer
 from daemon.config.spec import ServerSpec
 from daemon.errors import Problem
-from daemon.ops.status import View
+from daemon.ops.view import View
 from daemon.policy.spec import KvRequest
+from daemon.supervisor.conclusions import ConfigStatus
 from daemon.supervisor.counts import Counts
 from daemon.supervisor.plan import Fleet
-from daemon.supervisor.reload import ConfigStatus
 from daemon.supervisor.server import (
     Address,
     Cause,

@@ -20,7 +20,9 @@ from daemon.ops.endpoint import StatusEndpoint
 from daemon.ops.events import EventLog
 from daemon.ops.history import HistoryDocument, Transition
 from daemon.ops.metrics import metrics
-from daemon.ops.status import View, document, open_requests, server_status, unready
+from daemon.ops.server_status import open_requests, server_status
+from daemon.ops.status import document, unready
+from daemon.ops.view import View
 from daemon.ops.written import Writer, Written
 from daemon.supervisor.plan import Fleet
 from daemon.supervisor.server import State

@@ -9,9 +9,9 @@ import pytest
 from daemon.errors import Problem
 from daemon.ops.events import EventLog
 from daemon.ops.history import RELOADS, TRANSITIONS, History
-from daemon.ops.status import View
+from daemon.ops.view import View
+from daemon.supervisor.conclusions import Conclusion
 from daemon.supervisor.plan import Fleet
-from daemon.supervisor.reload import Conclusion
 from daemon.supervisor.server import Cause, Divergence, LastExit, Section, Server, State
 
 PROBLEM = Problem("/etc/servers.yaml", 3, 5, "servers.a", "bad", "good")

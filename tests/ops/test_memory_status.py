@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from daemon.config.machine import HostMemory, Machine
 from daemon.ops.document import MachineMemory, Memory
-from daemon.ops.status import View, document
+from daemon.ops.status import document
+from daemon.ops.view import View
 from daemon.policy.claim import Claim
 from daemon.supervisor.gauge import Reading
 
@@ -33,12 +34,27 @@ def test_the_machine_tells_what_is_planned_used_and_left(view: View) -> None:
     assert memory == {
         "device": "cuda", "device_name": "NVIDIA H200", "total_bytes": 20_000, "budget_bytes": 15_000,
         "planned_bytes": 9000, "free_bytes": 6000, "over_budget": False, "used_footprint_bytes": 7000,
-        "available_bytes": 30_000, "swap_used_bytes": 5,
+        "available_bytes": 30_000, "swap_used_bytes": 5, "wired_bytes": None,
+        "unattributed_wired_bytes": None, "pressure": None,
     }  # fmt: skip
     assert memory.keys() == MachineMemory.__annotations__.keys()
     over = document(with_memory(view, 8999))["memory"]
     assert over is not None
     assert (over["over_budget"], over["free_bytes"]) == (True, 0)
+
+
+def test_what_is_wired_beyond_what_mlx_holds_here_is_told_apart(view: View) -> None:
+    view = with_memory(view, 15_000)
+    host = HostMemory(64_000, 30_000, 5, wired_bytes=10_000, pressure="critical")
+    memory = document(replace(view, reading=Reading(host)))["memory"]
+    assert memory is not None
+    assert memory["pressure"] == "critical"
+    assert memory["wired_bytes"] == 10_000
+    assert memory["unattributed_wired_bytes"] == 10_000 - 2048  # active arrays and cache of chat
+
+    less = document(replace(view, reading=Reading(replace(host, wired_bytes=1000))))["memory"]
+    assert less is not None
+    assert less["unattributed_wired_bytes"] == 0
 
 
 def test_a_server_has_its_plan_beside_what_it_uses(view: View) -> None:

@@ -10,9 +10,9 @@ from daemon.config.wire import Histogram, RequestCounts
 from daemon.metrics.catalogue import FAMILIES
 from daemon.metrics.exposition import Page
 from daemon.ops.metrics import metrics
-from daemon.ops.status import View
+from daemon.ops.view import View
+from daemon.supervisor.conclusions import Reloads
 from daemon.supervisor.plan import Fleet
-from daemon.supervisor.reload import Reloads
 from daemon.supervisor.server import State
 from daemon.supervisor.workers import Report
 from tests.metrics.lint import lint, value

@@ -10,7 +10,9 @@ import pytest
 
 from daemon.config.machine import HostMemory
 from daemon.ops import written
-from daemon.ops.status import View, document, tell
+from daemon.ops.server_status import tell
+from daemon.ops.status import document
+from daemon.ops.view import View
 from daemon.ops.written import Writer
 from daemon.supervisor.gauge import Reading
 from daemon.supervisor.server import Cause, State

@@ -15,7 +15,7 @@ from daemon.config.diff import diff
 from daemon.config.prepare import Prepared, PreparedServer
 from daemon.config.spec import DaemonSpec
 from daemon.errors import Problem
-from daemon.supervisor import edits, events, intake, plan
+from daemon.supervisor import edits, events, intake, listeners, plan
 from daemon.supervisor.plan import Fleet, Told
 from daemon.supervisor.reconcile import IDLE_S, SLEPT_S
 from daemon.supervisor.server import Address, Cause, Desired
@@ -269,7 +269,7 @@ class Daemon:
             self._orphan()
 
     def _arrange_sockets(self) -> None:
-        wanted = plan.listeners(self.fleet)
+        wanted = listeners.listeners(self.fleet)
         self.sockets -= self.sockets - wanted.keys() - self.reserved
         refused = {it for it in wanted.keys() - self.sockets if not self._bind(it)}
         for server in self.fleet.servers.values() if refused else ():
@@ -351,18 +351,18 @@ class Daemon:
             name: prepared_server(entry, name in self.world.missing)
             for name, entry in self.accepted.by_name().items()
         }
-        freed = edits.freed(found, self.fleet)
+        freed = edits.freed(found, self.applied.servers, self.fleet)
         if freed:
             servers = {**self.applied.servers, **{it.name: it for it in freed}}
-            for server in freed:
+            awakened = edits.awakened(freed, self.fleet, self.desired_of)
+            for server in awakened:
                 self.accounts[server.name].free_retries += 1
-            applied = replace(self.applied, servers=servers)
-            self._submit(applied, tuple(edits.put(it, Desired.RUNNING) for it in freed))
+            self._submit(replace(self.applied, servers=servers), awakened)
 
     def _spawn(self, name: str, launch: int, nonce: str) -> None:
         world, server = self.world, self.fleet.servers[name]
         prepared = self._sections[name, server.spec_hash]
-        cause = None if prepared.blocked is None else Cause(*prepared.blocked)
+        cause = edits.cause(prepared)
         if cause is None and server.address not in self.sockets:
             cause = _in_use()
         if cause is not None:

@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 
-from daemon.supervisor import edits, intake, lifecycle, plan, rollback, room
+from daemon.supervisor import (
+    deadlines,
+    edits,
+    ending,
+    intake,
+    lifecycle,
+    listeners,
+    moves,
+    plan,
+    rollback,
+    room,
+)
 from daemon.supervisor.server import Server, State
 from tests.simulation.history import run
 from tests.simulation.world import BrokenError
@@ -41,33 +52,33 @@ def shares_an_address(patch: pytest.MonkeyPatch) -> None:
 
 
 def restarts_without_end(patch: pytest.MonkeyPatch) -> None:
-    back_off = lifecycle._back_off
+    back_off = ending._back_off
     patch.setattr(
-        lifecycle,
+        ending,
         "_back_off",
         lambda server, *rest: back_off(replace(server, restarts=()), *rest),
     )
 
 
 def restarts_at_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lifecycle, "_back_off", lambda server, cause, jitter, now: (
-        lifecycle._queue(server, now)
+    patch.setattr(ending, "_back_off", lambda server, cause, jitter, now: (
+        moves.queue(server, now)
     ))  # fmt: skip
 
 
 def kills_without_grace(patch: pytest.MonkeyPatch) -> None:
-    signal_term = lifecycle._signal_term
+    signal_term = ending.signal_term
 
     def impatient(server: Server, worker: Any, now: float) -> Any:
         server, effects = signal_term(server, worker, now)
         assert server.worker is not None
         return replace(server, worker=replace(server.worker, deadline=now)), effects
 
-    patch.setattr(lifecycle, "_signal_term", impatient)
+    patch.setattr(ending, "signal_term", impatient)
 
 
 def takes_sleep_for_a_stall(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(lifecycle, "_slept", lambda server, gap_s: server)
+    patch.setattr(deadlines, "slept", lambda server, gap_s: server)
 
 
 def forgets_a_removed_server_whose_worker_drains(patch: pytest.MonkeyPatch) -> None:
@@ -156,16 +167,16 @@ def forgets_who_is_next(patch: pytest.MonkeyPatch) -> None:
 
 
 def keeps_the_sockets_of_the_stopped(patch: pytest.MonkeyPatch) -> None:
-    listeners = plan.listeners
+    wanted = listeners.listeners
 
     def greedy(fleet: plan.Fleet) -> Any:
         stopped = [it for it in fleet.servers.values() if it.state is State.STOPPED]
         return {
-            **listeners(fleet),
-            **{it.address: plan.Listener(it.address, it.name) for it in stopped},
+            **wanted(fleet),
+            **{it.address: listeners.Listener(it.address, it.name) for it in stopped},
         }
 
-    patch.setattr(plan, "listeners", greedy)
+    patch.setattr(listeners, "listeners", greedy)
 
 
 def keeps_a_live_change_to_itself(patch: pytest.MonkeyPatch) -> None:

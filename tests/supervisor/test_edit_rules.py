@@ -12,7 +12,17 @@ from daemon.config.spec import ServerSpec
 from daemon.policy.spec import KvRequest
 from daemon.supervisor import edits
 from daemon.supervisor.plan import Adjust, Fleet, Put, Remove
-from daemon.supervisor.server import Address, Cause, Desired, Divergence, Section, Server
+from daemon.supervisor.server import (
+    Address,
+    Cause,
+    Desired,
+    Divergence,
+    Ending,
+    Section,
+    Server,
+    State,
+    Worker,
+)
 
 KV = KvRequest(
     policy="balanced", k="int8", v="turbo4", explicit=False, boundary_v=0, boundary_mode="int8",
@@ -23,6 +33,15 @@ KV = KvRequest(
 def server(name: str, spec_hash: str = "1", **keys: object) -> PreparedServer:
     spec = ServerSpec.model_validate({"model": "m", "port": 8081} | keys)
     return PreparedServer(name, "m", spec, KV, spec_hash, spec_hash)
+
+
+NOBODY = Fleet("boot")
+
+
+def running(name: str, ending: Ending | None = None) -> Fleet:
+    entry = server(name)
+    worker = Worker(1, "nonce", "1", Address("127.0.0.1", 8081), 0.0, 0.0, ending=ending)
+    return Fleet("boot", {name: Server(name, entry.spec, "1", state=State.READY, worker=worker)})
 
 
 def table(*servers: PreparedServer) -> dict[str, PreparedServer]:
@@ -94,16 +113,49 @@ def test_what_the_user_stopped_is_not_started_by_an_edit() -> None:
 def test_a_server_that_cannot_start_says_why() -> None:
     missing = Blocked("model_missing", "no such folder", "pull it")
     blocked = replace(server("a"), blocked=missing)
-    assert edits.put(blocked, Desired.RUNNING).blocked == Cause(*missing)
+    assert edits.put(blocked, Desired.RUNNING).blocked == Cause(
+        "model_missing", "no such folder", "pull it"
+    )
 
 
 def test_an_edit_is_to_blame_only_for_what_it_blocks_itself() -> None:
     missing = Blocked("model_missing", "no such folder", None)
     free, blocked = server("a"), replace(server("a"), blocked=missing)
-    assert edits.newly_blocked([blocked], table(free)) == [blocked]
-    assert edits.newly_blocked([blocked], {}) == [blocked]
-    assert edits.newly_blocked([blocked], table(blocked)) == []
-    assert edits.newly_blocked([free], table(blocked)) == []
+    assert edits.newly_blocked([blocked], table(free), NOBODY) == [blocked]
+    assert edits.newly_blocked([blocked], {}, NOBODY) == [blocked]
+    assert edits.newly_blocked([blocked], table(blocked), NOBODY) == []
+    assert edits.newly_blocked([free], table(blocked), NOBODY) == []
+
+
+def test_an_edit_never_ends_a_worker_that_no_other_could_follow() -> None:
+    """Its model has gone since it started: it was blocked alike before the edit, and still runs."""
+    blocked = replace(server("a"), blocked=Blocked("model_missing", "no such folder", None))
+    assert edits.newly_blocked([blocked], table(blocked), running("a")) == [blocked]
+    assert edits.unrepeatable(table(blocked), running("a")) == [blocked]
+    assert edits.unrepeatable(table(blocked), running("a", ending="stop")) == []
+    assert edits.unrepeatable(table(blocked), NOBODY) == []
+    assert edits.unrepeatable(table(server("a")), running("a")) == []
+
+
+def test_a_server_is_freed_when_its_files_are_back_whether_it_waits_or_was_read_without_them() -> (
+    None
+):
+    found = table(server("a"))
+    lacking = replace(server("a"), blocked=Blocked("model_missing", "no such folder", None))
+    waiting = Server(
+        "a", server("a").spec, "1", state=State.BLOCKED, cause=Cause("model_missing", "gone")
+    )
+    stopped = Fleet("boot", {"a": replace(waiting, state=State.STOPPED, cause=None)})
+    assert edits.freed(found, table(lacking), NOBODY) == [server("a")]
+    assert edits.freed(found, found, Fleet("boot", {"a": waiting})) == [server("a")]
+    assert edits.freed(found, found, NOBODY) == []
+    assert edits.freed(table(lacking), table(lacking), NOBODY) == []
+
+    for fleet in (Fleet("boot", {"a": waiting}), stopped):
+        assert edits.awakened([server("a")], fleet, desired) == (
+            edits.put(server("a"), Desired.RUNNING),
+        )
+    assert edits.awakened([server("a")], running("a"), desired) == ()
 
 
 def test_only_a_new_address_must_be_proven_free() -> None:

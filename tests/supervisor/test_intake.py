@@ -302,9 +302,23 @@ def test_a_server_that_could_not_start_refuses_the_edit_with_its_place() -> None
     desk.tell(Asked())
     [refusal] = desk.read(edit)
     assert isinstance(refusal, Refuse)
-    assert [(it.path, it.message) for it in refusal.problems] == [
-        ("servers.a.model", "no such folder")
-    ]
+    [problem] = refusal.problems
+    assert (problem.path, problem.message) == ("servers.a.model", "no such folder")
+    assert problem.hint is not None
+    assert problem.hint.startswith("pull it; or write `enabled: false` for this server")
+
+
+def test_the_way_out_for_a_server_that_runs_is_never_to_stop_it() -> None:
+    missing = Blocked("file_missing", "the file is not there", None, "python")
+    edit = prepared(server("a", "2", blocked=missing), content="two")
+    desk = Desk(running=("a",))
+    desk.tell(Asked())
+    [refusal] = desk.read(edit)
+    assert isinstance(refusal, Refuse)
+    [problem] = refusal.problems
+    assert problem.path == "servers.a.python"
+    assert problem.hint is not None
+    assert problem.hint.startswith("take the change of this server back")
 
 
 def test_a_change_that_needs_another_daemon_refuses_the_whole_edit() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from daemon.config.spec import ProbeSpec, RestartSpec, ServerSpec
-from daemon.supervisor import events, exits, lifecycle
+from daemon.supervisor import events, exits, moves
+from daemon.supervisor.deadlines import wake_at
 from daemon.supervisor.events import (
     Beat,
     Block,
@@ -33,7 +34,7 @@ from daemon.supervisor.events import (
     Unblock,
     Update,
 )
-from daemon.supervisor.lifecycle import step, wake_at
+from daemon.supervisor.lifecycle import step
 from daemon.supervisor.server import Cause, Desired, Server, State
 
 SPEC = ServerSpec(
@@ -329,17 +330,26 @@ def test_the_workers_own_words_explain_a_failure(machine: Machine) -> None:
 def test_a_taken_port_blocks_without_spending_a_retry(machine: Machine) -> None:
     machine(Start(), Grant("n"), SpawnFailed(1, IN_USE))
     assert (machine.state, machine.server.failures) == (State.BLOCKED, 0)
+    assert events.Recheck("chat") not in machine.effects
 
-    machine(Tick(), after=lifecycle.RECHECK_S)
+    machine(Tick(), after=moves.RECHECK_S)
     assert machine.effects[-1] == events.Recheck("chat")
 
     machine(Unblock())
     assert machine.server.queued
 
 
+def test_files_that_a_launch_lacked_are_looked_for_at_once(machine: Machine) -> None:
+    """They may be back since the configuration was read; a look every half minute would be late."""
+    gone = Cause("model_missing", "there is no folder /m")
+    machine(Start(), Grant("n"), SpawnFailed(1, gone))
+    assert (machine.state, machine.server.cause) == (State.BLOCKED, gone)
+    assert machine.effects[-1] == events.Recheck("chat")
+
+
 def test_missing_files_are_looked_for_less_often_than_a_port(machine: Machine) -> None:
     machine(Start(), Block(Cause("model_missing", "no such folder")))
-    assert machine.due() == lifecycle.RECHECK_FILES_S
+    assert machine.due() == moves.RECHECK_FILES_S
 
 
 def test_a_program_that_is_missing_is_retried(machine: Machine) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from daemon.config.spec import ProbeSpec, RestartSpec, ServerSpec
-from daemon.supervisor import events, lifecycle, plan
+from daemon.supervisor import deadlines, events, plan
 from daemon.supervisor.events import (
     Beat,
     Block,
@@ -25,6 +25,7 @@ from daemon.supervisor.events import (
     Start,
     Stop,
 )
+from daemon.supervisor.listeners import listeners, same_listeners
 from daemon.supervisor.plan import (
     Apply,
     Close,
@@ -34,7 +35,6 @@ from daemon.supervisor.plan import (
     Put,
     Remove,
     Told,
-    listeners,
 )
 from daemon.supervisor.server import Address, Cause, Desired, State
 
@@ -389,7 +389,7 @@ class RandomHistory(RuleBasedStateMachine):
                 *(State.BACKOFF, State.BLOCKED),
             )
             killed = server.worker is not None and server.worker.killed
-            assert not moving or killed or lifecycle.wake_at(server) is not None
+            assert not moving or killed or deadlines.wake_at(server) is not None
 
 
 RandomHistory.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
@@ -432,7 +432,7 @@ def test_a_turn_that_changes_no_address_is_known_as_one() -> None:
     before = world.fleet
     world.tell("a", Beat(1, 5))
     assert before.servers["a"] is not world.fleet.servers["a"]
-    assert plan.same_listeners(before, world.fleet, plan.changed(before, world.fleet))
+    assert same_listeners(before, world.fleet, plan.changed(before, world.fleet))
 
     for change in (
         Told("b", Exited(1, 1)),
@@ -442,7 +442,7 @@ def test_a_turn_that_changes_no_address_is_known_as_one() -> None:
         Close(),
     ):
         after, _ = plan.step(before, change, 0.0)
-        assert not plan.same_listeners(before, after, plan.changed(before, after))
+        assert not same_listeners(before, after, plan.changed(before, after))
 
 
 def test_remembered_wakes_are_those_of_the_fleet() -> None:

@@ -12,9 +12,8 @@ from daemon.config.spec import RestartSpec, ServerSpec
 from daemon.policy.claim import Claim
 from daemon.supervisor import events, plan, room
 from daemon.supervisor.events import SendLive, Spawn
-from daemon.supervisor.lifecycle import NO_MEMORY
 from daemon.supervisor.plan import Adjust, Apply, Fleet, Measured, Put, Remove, Told
-from daemon.supervisor.server import Desired, Server, State
+from daemon.supervisor.server import NO_MEMORY, Desired, Server, State
 
 MIB = 2**20
 

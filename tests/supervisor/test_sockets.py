@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from daemon.config.spec import ServerSpec
-from daemon.supervisor.plan import Listener
+from daemon.supervisor.listeners import Listener
 from daemon.supervisor.server import Address, Cause, Server, State
 from daemon.supervisor.sockets import AddressTakenError, Sockets, bind
 
@@ -78,6 +78,21 @@ def test_a_port_of_ours_is_no_obstacle_to_a_reservation(here: Address) -> None:
         sockets = Sockets(lambda: 0.0)
         await sockets.arrange(held(here))
         sockets.reserve(Address("0.0.0.0", here.port))
+        await sockets.close()
+
+    run(work())
+
+
+def test_trying_an_address_out_never_listens_there(here: Address) -> None:
+    async def work() -> None:
+        sockets = Sockets(lambda: 0.0)
+        sockets.try_out(here)
+        assert sockets.get(here) is None
+        taken = pytest.raises(AddressTakenError, match=f"port {here.port} is in use by pid")
+        with socket.create_server((here.host, here.port)), taken:
+            sockets.try_out(here)
+        await sockets.arrange(held(here))
+        sockets.try_out(here)  # ours
         await sockets.close()
 
     run(work())

@@ -5,12 +5,20 @@
 namespace tqd {
 
 constexpr int CANONICAL = 0, FRAGMENTS = 1;
-constexpr int FULL = 16;  // bits of a side in full precision
 
-// Code (t, d) of a side whose codes are in canonical order: planes of 8, 4, 2 and 1 bits.
-template <int BITS, int D>
-__device__ __forceinline__ u32 canonical_code(const u32* side, int t, int d) {
-  const int n = t * D + d, i = n % 32;
+// How a side is stored: HALVES is twice the width of a code, 32 are vectors in full precision.
+template <int HALVES, bool IS_TRELLIS>
+struct Form {
+  static constexpr bool FULL = HALVES == 32, TRELLIS = IS_TRELLIS, PAIRS = HALVES == 7;
+  static constexpr int BITS = HALVES / 2;  // of a code by itself
+  template <int D>
+  static constexpr int WORDS = FULL ? 0 : HALVES * D / 2;  // of a tile
+};
+
+// Number n of a side whose numbers are in canonical order: planes of 8, 4, 2 and 1 bits.
+template <int BITS>
+__device__ __forceinline__ u32 canonical_code(const u32* side, int n) {
+  const int i = n % 32;
   const u32* group = side + n / 32 * BITS;
   u32 code = 0;
   int shift = 0, at = 0;
@@ -96,15 +104,33 @@ __device__ __forceinline__ void put_fragment_code(u32* side, int t, int d, u32 c
   }
 }
 
-// Value (t, d) of a packed side, in units of its token's scale; `levels` are the codebook's centroids.
-template <int BITS, int D, int ORDER, bool KEYS>
+// The level of a trellis's code after the one before, `once`, and the one before that (daemon/kernels/trellis.py), in
+// steps.
+__device__ __forceinline__ float trellis_level(u32 code, u32 once, u32 twice) {
+  const int q = 8 * code + ((13 * once + 8 * twice + 16) & 31), distance = q < 44 ? 43 - q : q - 44;
+  const float size = (float)(2 * distance + max(distance, 13) + max(distance, 32) - 45) + .5f;
+  return q < 44 ? -size : size;
+}
+
+// Value (t, d) of a packed side, in units of its token's scale; `levels` are the codebook's centroids, or a trellis's step.
+template <class F, int D, int ORDER, bool KEYS>
 __device__ __forceinline__ float packed_value(const u32* side, const float* levels, int t, int d) {
-  u32 code;
-  if constexpr (ORDER == FRAGMENTS)
-    code = fragment_code<BITS, D, KEYS>(side, t, d);
-  else
-    code = canonical_code<BITS, D>(side, t, d);
-  return BITS == 8 ? (float)(signed char)code : levels[code];
+  const int vector = t * D;
+  if constexpr (F::TRELLIS) {  // before a vector's first code comes its last one
+    const u32 once = canonical_code<3>(side, vector + (d + D - 1) % D);
+    const u32 twice = canonical_code<3>(side, vector + (d + D - 2) % D);
+    return trellis_level(canonical_code<3>(side, vector + d), once, twice) * levels[0];
+  } else if constexpr (F::PAIRS) {  // two codes below 11 are one number of 7 bits
+    const u32 pair = canonical_code<7>(side, (vector + d) / 2);
+    return levels[d % 2 ? pair / 11 : pair % 11];
+  } else {
+    u32 code;
+    if constexpr (ORDER == FRAGMENTS)
+      code = fragment_code<F::BITS, D, KEYS>(side, t, d);
+    else
+      code = canonical_code<F::BITS>(side, vector + d);
+    return F::BITS == 8 ? (float)(signed char)code : levels[code];
+  }
 }
 
 template <int ORDER>

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import numpy as np
 
-from daemon.kernels import codebook, codec
+from daemon.kernels import codebook, codec, trellis
 from daemon.kernels.cuda import plan, sources
 from daemon.kernels.cuda.layer import Layer, bits_of, layer_of, on_device
 from daemon.kernels.keys import KeyTransform
@@ -166,8 +166,9 @@ def scan(
     (sums,) = kernel(
         inputs=inputs,
         template=[
-            ("DIM_K", layout.dim_k), ("DIM_V", layout.dim_v), ("K_BITS", int(layout.k.bits)),
-            ("V_BITS", int(layout.v.bits)), ("ORDER", layout.order), ("GROUPED", grouped),
+            ("DIM_K", layout.dim_k), ("DIM_V", layout.dim_v), ("K_HALVES", int(2 * layout.k.bits)),
+            ("K_TRELLIS", layout.k.trellis), ("V_HALVES", int(2 * layout.v.bits)),
+            ("V_TRELLIS", layout.v.trellis), ("ORDER", layout.order), ("GROUPED", grouped),
             ("QUERIES", length), ("N_PAIRS", mean.n_pairs), ("N_PLAIN", mean.n_plain),
             ("SCALE", bits_of(scale)), ("SHARED", shared), ("Q", queries.dtype),
             ("K", raw.k_head.dtype), ("V", raw.v_head.dtype),
@@ -286,9 +287,11 @@ def _added(mask: mx.array, queries: int, length: int) -> mx.array:
 
 @cache
 def _levels(kind: Codec, dim: int) -> mx.array:
-    """Return the centroids of *kind* for the general kernel, float32 (32,)."""
+    """Return the centroids of *kind* for the general kernel, or the step of its trellis, float32 (32,)."""
     levels = np.zeros(32, dtype=np.float32)
-    if kind not in (FP16, INT8):
+    if kind.trellis:
+        levels[0] = trellis.STEP
+    elif kind not in (FP16, INT8):
         values = codebook.centroids(kind.bits, dim)
         levels[: len(values)] = values
     return on_device(levels)

@@ -32,10 +32,10 @@ __device__ __forceinline__ float coefficient(const Mean& m, const float* q, cons
   return sum;
 }
 
-template <int DK, int DV, int KB, int VB, int ORDER, class Q, class K, class V>
+template <int DK, int DV, class KF, class VF, int ORDER, class Q, class K, class V>
 struct Scan {
-  static constexpr int K_WORDS = KB == FULL ? 0 : KB * DK, V_WORDS = VB == FULL ? 0 : VB * DV;
-  static constexpr int K_SCALES = K_WORDS + V_WORDS, V_SCALES = K_SCALES + (KB == FULL ? 0 : TILE / 2);
+  static constexpr int K_WORDS = KF::template WORDS<DK>, V_WORDS = VF::template WORDS<DV>;
+  static constexpr int K_SCALES = K_WORDS + V_WORDS, V_SCALES = K_SCALES + (KF::FULL ? 0 : TILE / 2);
   static constexpr int OUT = (DV + WARP - 1) / WARP;  // dimensions of a lane
 
   Vectors<Q> queries;    // ([B,] heads, L, DK)
@@ -56,7 +56,7 @@ struct Scan {
   __device__ void run(const Span span, int b, int kv, int block, int split, int splits, float* smem) const {
     const int tid = threadIdx.x, warp = tid / WARP, lane = tid % WARP;
     const int first = block * SCAN_ROWS, n_rows = min(SCAN_ROWS, group * L - first);
-    const int width = KB == FULL ? 0 : mean.width(), q_stride = 2 * DK + width, k_stride = (DK + width) | 1;
+    const int width = KF::FULL ? 0 : mean.width(), q_stride = 2 * DK + width, k_stride = (DK + width) | 1;
     float* qs = smem;  // raw | rotated | coefficients
     float* ks = qs + SCAN_ROWS * q_stride;
     float* vs = ks + TILE * k_stride;
@@ -68,10 +68,10 @@ struct Scan {
     for (int i = tid; i < n_rows * DK; i += blockDim.x) {
       const int r = i / DK, d = i % DK;
       qs[r * q_stride + d] = to_float(queries.at(b, kv * group + (first + r) / L, (first + r) % L)[d * queries.dim]);
-      if (KB != FULL) qs[r * q_stride + DK + d] = rotated[row_of(r) * DK + d];
+      if (!KF::FULL) qs[r * q_stride + DK + d] = rotated[row_of(r) * DK + d];
     }
     __syncthreads();
-    if constexpr (KB != FULL) {  // else nothing has lost a mean
+    if constexpr (!KF::FULL) {  // else nothing has lost a mean
       for (int i = tid; i < n_rows * width; i += blockDim.x)
         qs[i / width * q_stride + 2 * DK + i % width] =
             coefficient(mean, qs + i / width * q_stride, mean.mean + kv * DK, i % width);
@@ -99,7 +99,7 @@ struct Scan {
         float s = 0.f;
         const float* k = ks + lane * k_stride;
         const float* q = qs + r * q_stride;
-        if (KB != FULL && packed) {
+        if (!KF::FULL && packed) {
           for (int d = 0; d < DK + width; ++d) s += q[DK + d] * k[d];
         } else {
           for (int d = 0; d < DK; ++d) s += q[d] * k[d];
@@ -115,7 +115,7 @@ struct Scan {
         for (int t = 0; t < TILE; ++t) {
           const float weight = __shfl_sync(ALL, w, t);
           const int at = c * TILE + t;
-          const int basis = VB != FULL && at >= span.packed_from && at < span.packed_to ? 0 : 1;
+          const int basis = !VF::FULL && at >= span.packed_from && at < span.packed_to ? 0 : 1;
 #pragma unroll
           for (int o = 0; o < OUT; ++o) {
             const float v = lane + o * WARP < DV ? vs[t * DV + lane + o * WARP] : 0.f;
@@ -149,12 +149,12 @@ struct Scan {
       const int t = i / DK, d = i % DK, p = c * TILE + t;
       float x = 0.f;
       if (p < span.length) {
-        if (KB == FULL || p < span.packed_from) {
+        if (KF::FULL || p < span.packed_from) {
           x = to_float(k_head.at(b, kv, p)[d * k_head.dim]);
         } else if (p >= span.packed_to) {
           x = to_float(k_tail.at(b, kv, p - span.packed_to)[d * k_tail.dim]);
-        } else if constexpr (KB != FULL) {
-          x = packed_value<KB, DK, ORDER, true>(tile, levels[0], t, d) * scale_of<ORDER>(tile + K_SCALES, t);
+        } else if constexpr (!KF::FULL) {
+          x = packed_value<KF, DK, ORDER, true>(tile, levels[0], t, d) * scale_of<ORDER>(tile + K_SCALES, t);
         }
       }
       ks[t * k_stride + d] = x;
@@ -169,12 +169,12 @@ struct Scan {
       const int t = i / DV, d = i % DV, p = c * TILE + t;
       float x = 0.f;
       if (p < span.length) {
-        if (VB == FULL || p < span.packed_from) {
+        if (VF::FULL || p < span.packed_from) {
           x = to_float(v_head.at(b, kv, p)[d * v_head.dim]);
         } else if (p >= span.packed_to) {
           x = to_float(v_tail.at(b, kv, p - span.packed_to)[d * v_tail.dim]);
-        } else if constexpr (VB != FULL) {
-          x = packed_value<VB, DV, ORDER, false>(tile + K_WORDS, levels[1], t, d) * scale_of<ORDER>(tile + V_SCALES, t);
+        } else if constexpr (!VF::FULL) {
+          x = packed_value<VF, DV, ORDER, false>(tile + K_WORDS, levels[1], t, d) * scale_of<ORDER>(tile + V_SCALES, t);
         }
       }
       vs[i] = x;

@@ -65,7 +65,9 @@ SCAN_BODY = """
 extern __shared__ float shared[];
 const int blocks = (GROUPED * QUERIES + tqd::SCAN_ROWS - 1) / tqd::SCAN_ROWS, splits = gridDim.x / blocks;
 const long long rows = (long long)gridDim.z * gridDim.y * GROUPED * QUERIES;
-tqd::Scan<DIM_K, DIM_V, K_BITS, V_BITS, ORDER, Q, K, V> kernel{{
+using KeyForm = tqd::Form<K_HALVES, K_TRELLIS>;
+using ValueForm = tqd::Form<V_HALVES, V_TRELLIS>;
+tqd::Scan<DIM_K, DIM_V, KeyForm, ValueForm, ORDER, Q, K, V> kernel{{
     tqd::vectors(q, q_strides, q_ndim), rotated, tqd::tiles_of(tiles, tiles_shape, tiles_strides),
     tqd::vectors(k_head, k_head_strides, k_head_ndim), tqd::vectors(k_tail, k_tail_strides, k_tail_ndim),
     tqd::vectors(v_head, v_head_strides, v_head_ndim), tqd::vectors(v_tail, v_tail_strides, v_tail_ndim),

@@ -42,7 +42,8 @@ struct MslLaunch {
   uint64_t switches, barriers, simd_operations;
 };
 
-enum MslKind { MSL_BARRIER = 1, MSL_SIMD_BARRIER, MSL_REDUCE, MSL_SHUFFLE, MSL_BROADCAST, MSL_SCAN, MSL_VOTE };
+enum MslKind { MSL_BARRIER = 1, MSL_SIMD_BARRIER, MSL_REDUCE, MSL_SHUFFLE, MSL_BROADCAST, MSL_SCAN, MSL_VOTE,
+               MSL_MATRIX, MSL_ELECTION, MSL_NAMED_BARRIER, MSL_MBARRIER };
 
 extern "C" {
 MslView* msl_simd(int kind, int line, const void* value, uint32_t bytes);
@@ -50,5 +51,14 @@ void msl_group_barrier(int flags, int line);
 void msl_simd_barrier(int flags, int line);
 MslThread* msl_thread();
 void msl_zone(char* zone, size_t bytes);  // no thread may touch it
+void msl_yield();
+void msl_wait(const void* event, int kind, int line);
+void msl_notify(const void* event);
+uint64_t msl_serial();  // of the threadgroup, over all launches
+uint32_t msl_alive();   // threads of the threadgroup that have not returned
+uint32_t msl_leader();  // a lane
+void msl_synchronized(int everywhere);
+void msl_touch(void* address, size_t bytes, int write, void* pc);
+void msl_arrived(char* to, size_t bytes);
 void msl_fail(void* pc, const char* format, ...);
 }

@@ -21,7 +21,7 @@ namespace {
 constexpr size_t kStack = 128 * 1024;
 constexpr uint32_t kThreads = 1024;  // of a threadgroup, at most
 
-enum State : uint8_t { READY, RUNNING, WAITS_FOR_SIMDGROUP, WAITS_FOR_GROUP, RETURNED };
+enum State : uint8_t { READY, RUNNING, WAITS_FOR_SIMDGROUP, WAITS_FOR_GROUP, WAITS_FOR_EVENT, RETURNED };
 enum Order { FORWARD, REVERSE, RANDOM };
 enum Flags { GROUP_MEMORY = 1, DEVICE_MEMORY = 2 };
 
@@ -30,6 +30,7 @@ struct Fiber {
   MslThread thread;
   State state;
   int kind, line;  // of the rendezvous that it waits at
+  const void* event;
 };
 
 struct Simdgroup {
@@ -44,6 +45,7 @@ struct Shadow {
   uint32_t writer, writer_epoch, writer_simd_epoch;
   uint32_t reader, reader_epoch, reader_simd_epoch;
   uint32_t other_reader, other_reader_epoch;  // the last one of another SIMD-group than reader
+  uint32_t writer_fence, reader_fence;  // fences of the whole device before the last write and read
   uint8_t initialized, zone;
 };
 
@@ -57,7 +59,8 @@ struct {
   void* main_stack;
   char* stacks;
   uint64_t random;
-  uint32_t group_index, group_epoch, device_epoch;
+  uint32_t group_index, group_epoch, device_epoch, fences;
+  uint64_t serial;  // of the threadgroup, over all launches
   bool failed;
   Shadow* group_shadow;
   size_t group_shadow_size;
@@ -125,7 +128,11 @@ static const char* kind_name(int kind) {
                                 "simd_shuffle",
                                 "simd_broadcast",
                                 "simd prefix sum",
-                                "simd vote"};
+                                "simd vote",
+                                "matrix product",
+                                "election",
+                                "named barrier",
+                                "mbarrier"};
   return names[kind];
 }
 
@@ -272,6 +279,36 @@ EXPORT void msl_simd_barrier(int flags, int line) {
   if (flags & DEVICE_MEMORY) g.device_epoch++;
 }
 
+// ---------------------------------------------------------------- waiting for what is no rendezvous
+
+EXPORT void msl_yield() {
+  push(S.current);
+  run_another();
+}
+
+EXPORT void msl_wait(const void* event, int kind, int line) {
+  Fiber& f = self();
+  f.state = WAITS_FOR_EVENT;
+  f.event = event;
+  f.kind = kind;
+  f.line = line;
+  run_another();
+}
+
+EXPORT void msl_notify(const void* event) {
+  for (uint32_t i = 0; i < S.n_fibers; i++)
+    if (S.fiber[i].state == WAITS_FOR_EVENT && S.fiber[i].event == event) push(i);
+}
+
+EXPORT uint64_t msl_serial() { return S.serial; }
+
+EXPORT uint32_t msl_alive() { return S.alive; }
+
+// The lane that leads where the machine chooses one: always the same, whichever it is.
+EXPORT uint32_t msl_leader() {
+  return S.launch->order == FORWARD ? 0 : S.launch->order == REVERSE ? 31 : S.launch->seed * 7 % 32;
+}
+
 // ---------------------------------------------------------------- checking memory
 
 struct Place {
@@ -280,12 +317,13 @@ struct Place {
   size_t at;  // byte
 };
 
-static bool conflicts(const Place& place, uint32_t other, uint32_t its_epoch, uint32_t its_simd_epoch) {
+static bool conflicts(const Place& place, uint32_t other, uint32_t its_epoch, uint32_t its_simd_epoch,
+                      uint32_t its_fence) {
   const MslThread& t = self().thread;
   const Simdgroup& g = S.simdgroup[t.simdgroup];
   uint32_t me = S.group_index * kThreads + t.index_in_group + 1;
   if (!other || other == me) return false;
-  if ((other - 1) / kThreads != S.group_index) return place.device;
+  if ((other - 1) / kThreads != S.group_index) return place.device && its_fence == S.fences;
   if (its_epoch != (place.device ? S.device_epoch : S.group_epoch)) return false;
   bool same_simdgroup = ((other - 1) % kThreads) / 32 == t.simdgroup;
   return !same_simdgroup || its_simd_epoch == (place.device ? g.device_epoch : g.group_epoch);
@@ -299,17 +337,18 @@ static void touch_byte(Shadow& s, const Place& place, bool write, void* pc) {
   uint32_t simd_epoch = place.device ? g.device_epoch : g.group_epoch;
   if (s.zone) msl_fail(pc, "OUT OF BOUNDS %s of %s at byte %zu, past the end of an array", write ? "write" : "read", place.name, place.at);
   if (!write && !s.initialized) msl_fail(pc, "UNINITIALIZED read of %s at byte %zu", place.name, place.at);
-  if (conflicts(place, s.writer, s.writer_epoch, s.writer_simd_epoch))
+  if (conflicts(place, s.writer, s.writer_epoch, s.writer_simd_epoch, s.writer_fence))
     msl_fail(pc, "RACE: %s of %s byte %zu conflicts with a write by thread %u of threadgroup #%u, no barrier between",
              write ? "write" : "read", place.name, place.at, (s.writer - 1) % kThreads, (s.writer - 1) / kThreads);
   if (write) {
-    if (conflicts(place, s.reader, s.reader_epoch, s.reader_simd_epoch) ||
-        conflicts(place, s.other_reader, s.other_reader_epoch, 0xffffffffu))
+    if (conflicts(place, s.reader, s.reader_epoch, s.reader_simd_epoch, s.reader_fence) ||
+        conflicts(place, s.other_reader, s.other_reader_epoch, 0xffffffffu, s.reader_fence))
       msl_fail(pc, "RACE: write of %s byte %zu conflicts with a read by thread %u, no barrier between", place.name,
                place.at, (s.reader - 1) % kThreads);
     s.writer = me;
     s.writer_epoch = epoch;
     s.writer_simd_epoch = simd_epoch;
+    s.writer_fence = S.fences;
     s.initialized = 1;
     return;
   }
@@ -320,6 +359,7 @@ static void touch_byte(Shadow& s, const Place& place, bool write, void* pc) {
   s.reader = me;
   s.reader_epoch = epoch;
   s.reader_simd_epoch = simd_epoch;
+  s.reader_fence = S.fences;
 }
 
 static void touch(Shadow* shadow, Place place, uint32_t bytes, bool write, void* pc) {
@@ -355,6 +395,27 @@ static void check(void* address, uint32_t bytes, bool write, void* pc) {
   }
   msl_fail(pc, "OUT OF BOUNDS %s of %u bytes: nearest buffer '%s' has %zu bytes, offset %ld", write ? "write" : "read",
            bytes, nearest ? nearest->name : "?", nearest ? nearest->bytes : 0, distance);
+}
+
+// What was written before is seen by the threads that meet here; *everywhere*: by whichever threadgroup comes after.
+EXPORT void msl_synchronized(int everywhere) {
+  S.group_epoch++;
+  S.device_epoch++;
+  S.fences += everywhere != 0;
+}
+
+EXPORT void msl_touch(void* address, size_t bytes, int write, void* pc) {
+  check(address, (uint32_t)bytes, write != 0, pc);
+}
+
+// Bytes of threadgroup memory that a copy engine has written, not a thread.
+EXPORT void msl_arrived(char* to, size_t bytes) {
+  if (!S.launch->check) return;
+  for (size_t i = 0; i < bytes; i++) {
+    Shadow& s = S.group_shadow[to - S.launch->group_memory + i];
+    s.writer = 0;
+    s.initialized = 1;
+  }
 }
 
 EXPORT void msl_zone(char* zone, size_t bytes) {
@@ -418,9 +479,10 @@ static void* fault_address;
 static int fault_signal;
 
 static void fail_fault() {
-  if (fault_signal == SIGFPE) msl_fail(nullptr, "SIGFPE: integer division by zero");
-  if (fault_signal == SIGILL) msl_fail(nullptr, "SIGILL: undefined behaviour that the compiler made a trap");
-  msl_fail(nullptr, "SIGSEGV: access to guard page or wild pointer %p (out-of-bounds device access?)", fault_address);
+  void* pc = (char*)S.launch->error_pc + 1;  // as if it returned there
+  if (fault_signal == SIGFPE) msl_fail(pc, "SIGFPE: integer division by zero");
+  if (fault_signal == SIGILL) msl_fail(pc, "SIGILL: undefined behaviour that the compiler made a trap");
+  msl_fail(pc, "SIGSEGV: access to guard page or wild pointer %p (out-of-bounds device access?)", fault_address);
 }
 
 static void on_fault(int signal_number, siginfo_t* info, void* context) {
@@ -499,6 +561,7 @@ static void set_up_fiber(uint32_t i, const uint32_t* size, const uint32_t* group
 
 static void run_group(const uint32_t* group, const uint32_t* groups) {
   MslLaunch* L = S.launch;
+  S.serial++;
   uint32_t size[3];  // the last threadgroup of an axis is smaller
   for (int d = 0; d < 3; d++) {
     uint32_t rest = L->grid[d] - group[d] * L->group[d];
@@ -528,7 +591,7 @@ EXPORT int msl_launch(MslLaunch* L) {
   S.launch = L;
   S.failed = false;
   S.random = L->seed * 2654435761u + 1;
-  S.group_epoch = S.device_epoch = 1;
+  S.group_epoch = S.device_epoch = S.fences = 1;
   L->error_pc = nullptr;
   static char signal_stack[65536];
   stack_t stack{}, old_stack{};

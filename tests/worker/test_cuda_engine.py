@@ -1,0 +1,60 @@
+"""The engine as on a Hopper GPU, its kernels executed by cudashim: what it loads, warms up and answers."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from daemon.worker.engine import LoadedEngine, start_engine
+from daemon.worker.requests import GenerationRequest, Sampling
+from tests.cudashim import shim
+from tests.metalshim import compiler
+from tests.worker.specs import worker_spec
+from tests.worker.tiny_model import write_tiny_model
+
+pytestmark = pytest.mark.skipif(
+    compiler.missing() is not None, reason=str(compiler.missing() or "cudashim runs here")
+)
+
+REQUESTS = [
+    GenerationRequest(
+        tuple((seed * 31 + i * 7) % 300 + 2 for i in range(length)), max_tokens=tokens,
+        sampling=Sampling(temperature=0), ignore_eos=True,
+    )
+    for seed, length, tokens in ((1, 5, 70), (2, 150, 30), (3, 60, 40))
+]  # fmt: skip
+
+
+def started(folder: Path) -> LoadedEngine:
+    spec = worker_spec(max_concurrent=3, queue=2).model_copy(update={"model_path": str(folder)})
+    return start_engine(spec, progress=lambda *_: None, on_failure=lambda _: None)
+
+
+async def answers(loaded: LoadedEngine) -> list[list[int]]:
+    async def one(request: GenerationRequest) -> list[int]:
+        return [event.token async for batch in loaded.engine.submit(request) for event in batch]
+
+    return list(await asyncio.gather(*(one(request) for request in REQUESTS)))
+
+
+async def test_a_server_on_a_gpu_answers_as_on_a_cpu_and_compiles_nothing_once_it_is_ready(
+    tmp_path: Path,
+) -> None:
+    folder = write_tiny_model(tmp_path / "tiny", head_dim=64)
+    on_cpu = started(folder)
+    expected = await answers(on_cpu)
+    on_cpu.engine.close()
+
+    with shim.installed() as gpu:
+        loaded = started(folder)
+        warm = set(gpu.sources)
+        got = await answers(loaded)
+        loaded.engine.close()
+
+    assert got == expected
+    assert (loaded.kv.backend, loaded.kv.packing_backend) == ("cuda", "cuda")
+    ran = {name.split("_")[1] for name, _ in gpu.launches}
+    assert {"fragments1", "fragments8", "fold"} <= ran
+    assert gpu.sources == warm
