@@ -39,7 +39,9 @@ def spec_for(folder: Path, **kv: Any) -> WorkerSpec:
     )
 
 
-@pytest.fixture(params=[{"policy": "exact"}, {"mode": "turbo8v4"}], ids=["exact", "turbo8v4"])
+@pytest.fixture(
+    scope="module", params=[{"policy": "exact"}, {"mode": "turbo8v4"}], ids=["exact", "turbo8v4"]
+)
 def loaded(request: pytest.FixtureRequest, demo_model_path: Path) -> Iterator[LoadedEngine]:
     running = start_engine(
         spec_for(demo_model_path, **request.param),
@@ -75,7 +77,7 @@ def test_the_model_answers_and_exact_is_token_identical_to_mlx_lm(
     """Three ragged rows decoded together, against mlx-lm alone on its own cache."""
     import mlx_lm
 
-    got = asyncio.run(answers(loaded, 24))
+    got = asyncio.run(answers(loaded, 12))
 
     assert loaded.tokenizer.decode(got[0]).startswith("The capital of France is Paris.")
     if loaded.kv.policy == "exact":

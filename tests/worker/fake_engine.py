@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from daemon.config.wire import KvReport, LayerReport, ModelReport, WorkerSpec
 from daemon.worker.requests import (
@@ -91,7 +92,7 @@ class FakeGeneration:
             yield self._event(token, None)
 
     def _tokens(self, script: Script) -> Iterator[int]:
-        tokenizer = small_tokenizer()
+        tokenizer = self._engine.tokenizer
         eos = tokenizer.eos_token_id
         reply = script.reply
         if reply is None:
@@ -119,6 +120,7 @@ class FakeEngine:
     max_concurrent: int = 8
     queue: int = 64
     on_failure: Callable[[BaseException], None] = lambda error: None
+    tokenizer: Any = field(default_factory=small_tokenizer)
 
     def __post_init__(self) -> None:
         self.open: set[FakeGeneration] = set()
@@ -134,7 +136,7 @@ class FakeEngine:
         self.kv_limit_bytes: int | None = None
         self.memory_limit_bytes: int | None = None
         self.places = asyncio.Semaphore(self.max_concurrent)
-        self.eos = {small_tokenizer().eos_token_id}
+        self.eos = {self.tokenizer.eos_token_id}
 
     def submit(self, request: GenerationRequest) -> FakeGeneration:
         if self.failed:
@@ -197,12 +199,12 @@ class FakeLoaded:
     closed: list[bool] = field(default_factory=list)
 
     @property
-    def tokenizer(self) -> object:
-        return small_tokenizer()
+    def tokenizer(self) -> Any:
+        return self.engine.tokenizer
 
     @property
     def vocab_size(self) -> int:
-        return len(small_tokenizer())
+        return len(self.tokenizer)
 
     @property
     def eos_token_ids(self) -> set[int]:

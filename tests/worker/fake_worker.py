@@ -12,6 +12,7 @@ from pathlib import Path
 from daemon.config.wire import WorkerSpec
 from daemon.errors import PolicyError, WorkerExit, WorkerExitError
 from daemon.worker.main import main
+from tests.worker.byte_tokenizer import ByteTokenizer
 from tests.worker.fake_engine import FakeEngine, FakeLoaded, Script, fake_loaded
 
 
@@ -41,7 +42,8 @@ def load(
         fail_after=int(fail_after) if fail_after else None,
         held=lambda tokens: bool(tokens and held_until and not Path(held_until).exists()),
     )
-    loaded = fake_loaded(spec, FakeEngine(script, on_failure=on_failure))
+    engine = FakeEngine(script, on_failure=on_failure, tokenizer=ByteTokenizer())
+    loaded = fake_loaded(spec, engine)
     warnings = (labels["warning"],) if "warning" in labels else ()
     return replace(loaded, kv=loaded.kv.model_copy(update={"warnings": warnings}))
 

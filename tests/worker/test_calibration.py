@@ -11,12 +11,14 @@ from daemon.cache import calibrate, profile
 from daemon.config.wire import WorkerSpec
 from daemon.errors import WorkerExit, WorkerExitError
 from daemon.policy.spec import CalibrationSource
+from daemon.worker import calibration
 from daemon.worker import model as model_loading
 from daemon.worker.model import LoadedModel
 from tests.worker.specs import worker_spec
 from tests.worker.tiny_model import write_tiny_model
 
 FINGERPRINT = "f" * 64
+CHARACTERS = calibration.CHARACTERS
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,7 @@ def ids(loaded: LoadedModel) -> set[str | None]:
 def test_the_first_load_measures_and_the_next_one_reads(
     folder: Path, profiles: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(calibration, "CHARACTERS", CHARACTERS)
     first = load(spec_for(folder, profiles))
     monkeypatch.setattr(calibrate, "calibrate", None)  # measuring again would fail
     second = load(spec_for(folder, profiles))

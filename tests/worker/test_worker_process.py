@@ -22,6 +22,7 @@ pytestmark = pytest.mark.e2e
 CHAT = "/v1/chat/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
 ENDLESS = HELLO | {"ignore_eos": True}
+OFTEN = {"stall": "4s"}  # an idle worker says four times in this long that it lives
 
 
 def start_stream(worker: Child, body: dict[str, Any] = ENDLESS) -> Any:
@@ -37,7 +38,7 @@ def last_data(body: bytes) -> str:
 
 
 def test_hello_progress_ready_and_snapshots_come_in_this_order() -> None:
-    with child(worker_spec()) as worker:
+    with child(worker_spec(probe=OFTEN)) as worker:
         hello = worker.receive()
         assert hello == Hello(nonce="nonce-1", pid=worker.process.pid)
         ready, progress = worker.until(Ready)
@@ -238,7 +239,7 @@ def test_snapshots_count_what_happened() -> None:
 
 def test_counts_of_requests_are_pushed_when_they_change_and_once_more_at_the_end() -> None:
     """An idle worker costs the supervisor little, and what a drain finishes is not lost."""
-    with ready_child(worker_spec(labels={"step_s": "0.02"})) as worker:
+    with ready_child(worker_spec(labels={"step_s": "0.02"}, probe=OFTEN)) as worker:
         first, second = worker.receive(), worker.receive()
         assert isinstance(first, Snapshot)
         assert isinstance(second, Snapshot)
