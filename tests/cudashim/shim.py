@@ -20,13 +20,11 @@ from daemon.kernels.packing import native_layout
 from tests.cudashim import compiler
 from tests.cudashim.translate import translation, written_inputs
 from tests.metalshim import launch
+from tests.metalshim.arguments import Outputs, descriptions
 from tests.metalshim.arrays import (
     Scalar,
-    dtype_name,
-    mlx_of,
     numpy_of,
     span,
-    storage,
     template_value,
 )
 from tests.metalshim.launch import Buffer, Launched
@@ -90,28 +88,16 @@ def cuda_kernel(
             buffers.append(Buffer(key, span(array), key in in_place, alignment=alignment))
             if key in in_place:
                 written.append((address, buffers[-1]))
-            strides = [stride // array.itemsize for stride in array.strides]
-            described = {
-                "shape": np.array(array.shape, np.int32),
-                "strides": np.array(strides, np.int64),
-                "ndim": np.array(array.ndim, np.int32),
-            }
-            buffers += [Buffer(f"{key}_{what}", described[what].tobytes()) for what in given]
-        outputs = []
-        for key, shape, kind in zip(output_names, output_shapes, output_dtypes, strict=True):
-            dtype = dtype_name(kind)
-            filled = np.full(shape, init_value or 0, storage(dtype))
-            arguments.append(Argument(key, dtype, filled.size, filled.ndim, output=True))
-            outputs.append(
-                Buffer(key, filled.tobytes(), writable=True, initialized=init_value is not None)
-            )
+            buffers += descriptions(key, array, given)
+        outputs = Outputs(output_names, output_shapes, output_dtypes, init_value)
+        arguments += outputs.arguments
         values = [(key, template_value(value)) for key, value in template]
         text = translation(name, header, source, arguments, values, shared_memory, settings.read)
         settings.sources.add(text)
         blocks = [math.ceil(n / size) for n, size in zip(grid, threadgroup, strict=True)]
         done = launch.launch(
             compiler.compiled(text, settings.mode),
-            [*buffers, *outputs],
+            [*buffers, *outputs.buffers],
             [n * size for n, size in zip(blocks, threadgroup, strict=True)],
             threadgroup,
             check=settings.mode == "check",
@@ -122,10 +108,7 @@ def cuda_kernel(
         settings.launches.append((name, done))
         for address, buffer in written:
             ctypes.memmove(address, buffer.memory, len(buffer.memory))
-        return [
-            mlx_of(np.frombuffer(buffer.memory, storage(dtype_name(kind))).reshape(shape), kind)
-            for buffer, shape, kind in zip(outputs, output_shapes, output_dtypes, strict=True)
-        ]
+        return outputs.arrays()
 
     return call
 

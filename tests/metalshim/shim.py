@@ -14,13 +14,11 @@ import mlx.core as mx
 import numpy as np
 
 from tests.metalshim import compiler, launch
+from tests.metalshim.arguments import Outputs, descriptions
 from tests.metalshim.arrays import (
     Scalar,
-    dtype_name,
-    mlx_of,
     numpy_of,
     span,
-    storage,
     template_value,
 )
 from tests.metalshim.launch import Buffer, Launched
@@ -75,27 +73,15 @@ def metal_kernel(
             given = named(key, source) if array.ndim else ()
             arguments.append(Argument(key, dtype, array.size, array.ndim, given=given))
             buffers.append(Buffer(key, span(array)))
-            strides = [stride // array.itemsize for stride in array.strides]
-            described = {
-                "shape": np.array(array.shape, np.int32),
-                "strides": np.array(strides, np.int64),
-                "ndim": np.array(array.ndim, np.int32),
-            }
-            buffers += [Buffer(f"{key}_{what}", described[what].tobytes()) for what in given]
-        outputs = []
-        for key, shape, kind in zip(output_names, output_shapes, output_dtypes, strict=True):
-            dtype = dtype_name(kind)
-            filled = np.full(shape, init_value or 0, storage(dtype))
-            arguments.append(Argument(key, dtype, filled.size, filled.ndim, output=True))
-            outputs.append(
-                Buffer(key, filled.tobytes(), writable=True, initialized=init_value is not None)
-            )
+            buffers += descriptions(key, array, given)
+        outputs = Outputs(output_names, output_shapes, output_dtypes, init_value)
+        arguments += outputs.arguments
         values = [(key, template_value(value)) for key, value in template]
         text = translation(name, header, source, arguments, values)
         settings.sources[text] = name
         done = launch.launch(
             compiler.compiled(text, settings.mode),
-            [*buffers, *outputs],
+            [*buffers, *outputs.buffers],
             grid,
             threadgroup,
             check=settings.mode == "check",
@@ -104,10 +90,7 @@ def metal_kernel(
             seed=settings.seed,
         )
         settings.launches.append((name, done))
-        return [
-            mlx_of(np.frombuffer(buffer.memory, storage(dtype_name(kind))).reshape(shape), kind)
-            for buffer, shape, kind in zip(outputs, output_shapes, output_dtypes, strict=True)
-        ]
+        return outputs.arrays()
 
     return call
 
