@@ -19,9 +19,7 @@ from daemon.config.load import load
 from daemon.config.machine import machine
 from daemon.config.prepare import prepare
 from daemon.config.schema import json_schema
-from daemon.errors import ConfigError, DaemonUnreachableError, TqdError
-from daemon.ops.document import Document
-from daemon.paths import StateDir
+from daemon.errors import ConfigError, TqdError
 from daemon.supervisor import device, environment
 from daemon.supervisor.client import Client
 
@@ -67,7 +65,7 @@ def check(settings: Settings, as_json: bool) -> None:
         click.echo(json.dumps({"ok": False, "problems": problems}, indent=2))
         sys.exit(error.exit_code)
     specs = {name: server.spec for name, server in prepared.servers.items()}
-    running = _running(settings.state)
+    running = Client(settings.state).status_if_running()
     ports = look_at_ports(specs, prepared.daemon, running)
     result = report(prepared, ports)
     if ports.servers and running is None:
@@ -79,13 +77,6 @@ def check(settings: Settings, as_json: bool) -> None:
     else:
         print_report(result)
     sys.exit(0 if result.ok else ConfigError.exit_code)
-
-
-def _running(state: StateDir) -> Document | None:
-    try:
-        return Client(state).status()
-    except DaemonUnreachableError:
-        return None
 
 
 @click.command()

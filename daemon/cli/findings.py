@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from daemon.config.load import Loaded, load
-from daemon.errors import ConfigError, DaemonUnreachableError
+from daemon.errors import ConfigError
 from daemon.ops.document import Document
 from daemon.paths import StateDir
 from daemon.supervisor.client import Client
@@ -39,9 +38,7 @@ class Scene:
 
 def look_around(config: Path, state: StateDir, *, named: bool = True) -> Scene:
     """Return what there is; a running daemon's configuration rather than one that nobody *named*."""
-    loaded, refused, daemon = None, None, None
-    with contextlib.suppress(DaemonUnreachableError):
-        daemon = Client(state).status()
+    loaded, refused, daemon = None, None, Client(state).status_if_running()
     if daemon is not None and not named:
         config = Path(daemon["config"]["path"])
     try:

@@ -43,11 +43,14 @@ class Client:
 
     def running(self) -> bool:
         """Whether a daemon answers."""
+        return self.status_if_running() is not None
+
+    def status_if_running(self) -> Document | None:
+        """Return the status document; None: no daemon answers."""
         try:
-            self.status()
+            return self.status()
         except DaemonUnreachableError:
-            return False
-        return True
+            return None
 
     def status(self) -> Document:
         """Return the status document."""

@@ -20,11 +20,9 @@ from daemon.policy.schemes import parse_scheme
 from tests.cache.test_architectures import VOCAB, built
 from tests.cudashim import shim
 from tests.cudashim.shim import Settings
-from tests.metalshim import compiler
+from tests.metalshim.needed import needs_shim
 
-pytestmark = pytest.mark.skipif(
-    compiler.missing() is not None, reason=str(compiler.missing() or "cudashim runs here")
-)
+pytestmark = needs_shim
 
 HEADS, DIM = 2, 64
 SCALE = DIM**-0.5

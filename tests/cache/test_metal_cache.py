@@ -16,7 +16,8 @@ from daemon.kernels.backend import Choice
 from daemon.kernels.keys import KeyTransform, Rotary
 from daemon.policy.schemes import parse_scheme
 from tests.cache.test_architectures import VOCAB, built
-from tests.kernels.emulated_metal import emulated, needs_shim
+from tests.kernels.emulated_metal import emulated
+from tests.metalshim.needed import needs_shim
 
 pytestmark = needs_shim
 

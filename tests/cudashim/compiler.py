@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from pathlib import Path
 
-from tests.metalshim.compiler import CHECKED, CPP, UNDEFINED, clang_path, folder, hash_of, run_clang
+from tests.metalshim.compiler import CHECKED, CPP, UNDEFINED, clang_path, hash_of, shared_object
 
 INCLUDE = Path(__file__).parent / "cpp" / "include"
 
@@ -31,14 +30,8 @@ def compiled(source: str, mode: str) -> Path:
     Raises:
         ShimError: it does not compile; the message is clang's.
     """
-    made = folder() / f"{hash_of(source, _surroundings(), *MODES[mode])}.so"
-    if made.exists():
-        return made
-    text, part = made.with_suffix(".cpp"), made.with_suffix(f".{os.getpid()}")
-    text.write_text(source)
-    run_clang(*_FLAGS, *MODES[mode], "-shared", str(text), "-o", str(part))
-    part.replace(made)
-    return made
+    name = hash_of(source, _surroundings(), *MODES[mode])
+    return shared_object(source, name, (*_FLAGS, *MODES[mode]))
 
 
 @cache

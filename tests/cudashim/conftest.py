@@ -7,16 +7,8 @@ import mlx.core as mx
 import pytest
 
 from tests.cudashim import shim
-from tests.metalshim import compiler
 
 Run = Callable[..., mx.array]
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if reason := compiler.missing():
-        for item in items:
-            if "/cudashim/" in str(item.path):
-                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 # what most bodies begin with: the thread's names, and hopper.cuh around them

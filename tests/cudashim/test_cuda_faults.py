@@ -6,6 +6,9 @@ import pytest
 
 from tests.cudashim.conftest import Run
 from tests.metalshim.compiler import ShimError
+from tests.metalshim.needed import needs_shim
+
+pytestmark = needs_shim
 
 DYNAMIC = "extern __shared__ __align__(128) unsigned char shared[];\n"
 SHARED = "__shared__ float s[64];\ns[i] = x[i];\n"

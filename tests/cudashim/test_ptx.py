@@ -8,6 +8,9 @@ import pytest
 
 from tests.cudashim import ptx
 from tests.cudashim.conftest import Run
+from tests.metalshim.needed import needs_shim
+
+pytestmark = needs_shim
 
 
 def test_operands_go_where_the_text_of_the_instruction_names_them() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import pytest
 
 from daemon.kernels import codec, packing, rotation
 from daemon.kernels.case import Case
@@ -21,10 +20,6 @@ from tests.metalshim import compiler, shim
 from tests.metalshim.shim import Settings
 
 Float = np.ndarray[Any, np.dtype[np.float64]]
-
-needs_shim = pytest.mark.skipif(
-    compiler.missing() is not None, reason=str(compiler.missing() or "metalshim runs here")
-)
 
 # of the largest magnitude: the rounding of the output, and the values of tokens that do not count
 TOLERANCE = {mx.float32: 3e-4, mx.float16: 1.2e-3, mx.bfloat16: 8e-3}

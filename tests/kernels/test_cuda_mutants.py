@@ -10,20 +10,17 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from daemon.kernels import codebook, codec, cuda, encode, order, step_proof
+from daemon.kernels import cuda, encode, order, step_proof
 from daemon.kernels.case import Case
-from daemon.kernels.cuda import encoding, launch, plan, rounding
-from daemon.kernels.cuda.layer import layer_of
+from daemon.kernels.cuda import encoding, launch, plan
 from daemon.kernels.packing import TileLayout
 from daemon.policy.schemes import INT8, TRELLIS3, TURBO2, TURBO3, TURBO3_5, TURBO4, TURBO5, Codec
 from tests.cudashim import shim
-from tests.kernels.test_cuda_attention import Problem, build, expected, limit, wide
-from tests.metalshim import compiler
+from tests.kernels.test_cuda_attention import Problem, build, expected, limit, rounds_well, wide
 from tests.metalshim.compiler import ShimError
+from tests.metalshim.needed import needs_shim
 
-pytestmark = pytest.mark.skipif(
-    compiler.missing() is not None, reason=str(compiler.missing() or "cudashim runs here")
-)
+pytestmark = needs_shim
 
 Probe = Callable[[], bool]
 
@@ -52,7 +49,7 @@ def long() -> bool:
     problem = Problem(
         dim_k=64, dim_v=64, packed_to=1900, n_kv=1, query_size=4, logits=True, k=TURBO5, v=TURBO2
     )
-    return served(problem, splits=1)
+    return with_splits(1, problem)
 
 
 def meeting() -> bool:
@@ -60,31 +57,14 @@ def meeting() -> bool:
     problem = Problem(dim_k=64, dim_v=64, packed_to=900, n_kv=1, mean="rotary", dropped=50)
     launch._counter_sets.cache_clear()
     with patch.object(launch, "_COUNTER_SETS", 1):
-        found = [served(problem, splits=3) for _ in range(2)]
+        found = [with_splits(3, problem) for _ in range(2)]
     launch._counter_sets.cache_clear()
     return all(found)
 
 
-def served(problem: Problem, splits: int) -> bool:
-    queries, stored, _, logits = build(problem)
-    layer = layer_of(stored.layout, problem.n_kv, stored.keys)
-    assert layer is not None
-    assert stored.tiles is not None
-    words = (stored.length, stored.packed_from, stored.packed_to, stored.dropped)
-    plain = mx.stack([stored.k.joined(), stored.v.joined()])[None]
-    out, _ = launch.fast(
-        queries,
-        None,
-        plain,
-        [stored.tiles],
-        launch.spans_of((words,)),
-        layer,
-        0.1,
-        splits,
-        sinks=logits,
-    )
-    want = expected(queries, stored, 0.1, None, logits)
-    return bool(np.linalg.norm(wide(out) - want) < limit(problem) * np.linalg.norm(want))
+def with_splits(splits: int, problem: Problem) -> bool:
+    with patch.object(plan, "fast_splits", lambda *_: splits):
+        return right(problem)
 
 
 def wide_codes() -> bool:
@@ -115,17 +95,7 @@ def odd_codes() -> bool:
 
 
 def rounds() -> bool:
-    u = np.random.default_rng(1).standard_normal((20, 80))
-    u = mx.array((u * 80**0.5 / np.linalg.norm(u, axis=-1, keepdims=True)).astype(np.float32))
-    codes, overlap = rounding.closest(u, 3, codec.STRETCHES)
-    levels, exact = codebook.centroids(3, 80), wide(u)
-    taken = levels[np.array(codes)]
-    along, best = (taken * exact).sum(axis=-1), np.zeros(20)
-    for stretch in codec.STRETCHES:
-        near = levels[np.abs(exact[..., None] * stretch - levels).argmin(axis=-1)]
-        best = np.maximum(best, (near * exact).sum(axis=-1) ** 2 / (near**2).sum(axis=-1))
-    right = np.allclose(wide(overlap), along, rtol=1e-5)
-    return right and np.allclose(along**2 / (taken**2).sum(axis=-1), best, rtol=1e-4)
+    return rounds_well(3, 80, (20,), seed=1)
 
 
 def encodes(k: Codec, v: Codec) -> bool:

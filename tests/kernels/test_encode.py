@@ -15,8 +15,9 @@ from daemon.kernels.cuda import rounding
 from daemon.kernels.packing import TileLayout
 from daemon.kernels.rotation import Side
 from daemon.policy.schemes import SCHEMES, Codec
-from tests.kernels.emulated_metal import emulated, needs_shim
+from tests.kernels.emulated_metal import emulated
 from tests.metalshim.launch import ORDERS
+from tests.metalshim.needed import needs_shim
 
 Coded = tuple[mx.array, mx.array] | None
 

@@ -20,11 +20,11 @@ from tests.kernels.emulated_metal import (
     distance,
     emulated,
     exact,
-    needs_shim,
     stretched,
 )
 from tests.kernels.pairwise import pairwise
 from tests.metalshim.launch import ORDERS
+from tests.metalshim.needed import needs_shim
 
 pytestmark = needs_shim
 

@@ -12,9 +12,10 @@ from daemon.kernels import encode, metal, packing
 from daemon.kernels.packing import TileLayout
 from daemon.kernels.proof import Sample, sample
 from daemon.policy.schemes import SCHEMES
-from tests.kernels.emulated_metal import TOLERANCE, case, distance, exact, needs_shim, stretched
+from tests.kernels.emulated_metal import TOLERANCE, case, distance, exact, stretched
 from tests.metalshim import shim
 from tests.metalshim.compiler import ShimError
+from tests.metalshim.needed import needs_shim
 
 pytestmark = needs_shim
 

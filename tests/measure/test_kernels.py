@@ -7,7 +7,8 @@ import mlx.core as mx
 from daemon.kernels import metal
 from daemon.kernels.attention import REFERENCE, Attention
 from daemon.measure import kernels
-from tests.kernels.emulated_metal import case, emulated, needs_shim
+from tests.kernels.emulated_metal import case, emulated
+from tests.metalshim.needed import needs_shim
 
 
 def test_the_cases_are_every_scheme_and_every_other_property() -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -73,12 +74,22 @@ def compiled(source: str, mode: str) -> Path:
         ShimError: it does not compile; the message is clang's.
     """
     header = _precompiled_header(mode)
-    made = folder() / f"{hash_of(source, str(header))}.so"
+    flags = (*_FLAGS, *MODES[mode], "-include-pch", f"{header}.pch", *_includes())
+    return shared_object(source, hash_of(source, str(header)), flags)
+
+
+def shared_object(source: str, name: str, flags: Sequence[str]) -> Path:
+    """Return the shared object *name* of the C++ text *source*; what is there is not made again.
+
+    Raises:
+        ShimError: it does not compile.
+    """
+    made = folder() / f"{name}.so"
     if made.exists():
         return made
     text, part = made.with_suffix(".cpp"), made.with_suffix(f".{os.getpid()}")
     text.write_text(source)
-    run_clang(*_FLAGS, *MODES[mode], "-include-pch", f"{header}.pch", *_includes(), "-shared", str(text), "-o", str(part))  # fmt: skip
+    run_clang(*flags, "-shared", str(text), "-o", str(part))
     part.replace(made)
     return made
 

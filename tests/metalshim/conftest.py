@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tests.metalshim import compiler, shim
+from tests.metalshim import shim
 
 Run = Callable[..., mx.array]
 
@@ -16,13 +16,6 @@ uint i = thread_position_in_threadgroup.x;
 uint g = thread_position_in_grid.x;
 uint lane = thread_index_in_simdgroup;
 """
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if reason := compiler.missing():
-        for item in items:
-            if "/metalshim/" in str(item.path):
-                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture

@@ -8,7 +8,10 @@ import pytest
 from tests.metalshim import compiler, shim
 from tests.metalshim.compiler import ShimError
 from tests.metalshim.conftest import NAMES, Run
+from tests.metalshim.needed import needs_shim
 from tests.metalshim.translate import Argument, translation
+
+pytestmark = needs_shim
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
 SHARED = "threadgroup float s[64];\ns[i] = x[i];\n"

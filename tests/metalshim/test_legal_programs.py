@@ -10,6 +10,9 @@ from tests.metalshim import shim
 from tests.metalshim.compiler import ShimError
 from tests.metalshim.conftest import Run
 from tests.metalshim.launch import ORDERS
+from tests.metalshim.needed import needs_shim
+
+pytestmark = needs_shim
 
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);\n"
 X = np.arange(256, dtype=np.float32)

@@ -10,6 +10,9 @@ import pytest
 
 from tests.metalshim import compiler, shim
 from tests.metalshim.launch import ORDERS
+from tests.metalshim.needed import needs_shim
+
+pytestmark = needs_shim
 
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 2e-3, mx.bfloat16: 2e-2}
 

@@ -5,18 +5,14 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import pytest
-
 from daemon.worker.engine import LoadedEngine, start_engine
 from daemon.worker.requests import GenerationRequest, Sampling
 from tests.cudashim import shim
-from tests.metalshim import compiler
+from tests.metalshim.needed import needs_shim
 from tests.worker.specs import worker_spec
 from tests.worker.tiny_model import write_tiny_model
 
-pytestmark = pytest.mark.skipif(
-    compiler.missing() is not None, reason=str(compiler.missing() or "cudashim runs here")
-)
+pytestmark = needs_shim
 
 REQUESTS = [
     GenerationRequest(
