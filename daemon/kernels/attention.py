@@ -111,7 +111,9 @@ class Attention:
             return _REFERENCE
         if (case, room) not in self._step_choices:
             problem = partial(step_proof.problem, self._stepping, case, room)
-            self._step_choices[case, room] = choose(self._backend, None, problem)
+            self._step_choices[case, room] = choose(
+                self._backend, "take decode steps", None, problem
+            )
         return self._step_choices[case, room]
 
     @property
@@ -121,7 +123,7 @@ class Attention:
 
     def _choose(self, kernels: Kernels, case: Case) -> Choice:
         problem = partial(proof.problem, kernels, case)
-        return choose(self._backend, kernels.refusal(case), problem)
+        return choose(self._backend, "attend", kernels.refusal(case), problem)
 
 
 REFERENCE = Attention()

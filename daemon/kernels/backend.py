@@ -8,6 +8,8 @@ from typing import Literal
 
 import mlx.core as mx
 
+from daemon.errors import first_line
+
 Backend = Literal["reference", "cpu", "metal", "cuda", "mlx"]
 
 
@@ -28,14 +30,20 @@ class Choice:
         return self.backend != "reference"
 
 
-def choose(backend: Backend, refusal: str | None, problem: Callable[[], str | None]) -> Choice:
+def choose(
+    backend: Backend, task: str, refusal: str | None, problem: Callable[[], str | None]
+) -> Choice:
     """Return *backend* unless its kernels refuse, or have a *problem*, which is asked for only if they do not.
 
-    A problem is the end of a sentence that begins with the kernels.
+    A problem is the end of a sentence that begins with the kernels. Whatever keeps them from being proved is
+    one too, so that a server runs without them: *task* tells at what.
     """
     if refusal is not None:
         return Choice("reference", refusal)
-    found = problem()
+    try:
+        found = problem()
+    except Exception as error:  # noqa: BLE001 - a device's compiler or driver raises what it likes
+        found = f"fail to {task} on this device ({type(error).__name__}: {first_line(error)})"
     if found is not None:
         return Choice("reference", f"the {backend} kernels {found}", failed=True)
     return Choice(backend)

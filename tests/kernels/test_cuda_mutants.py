@@ -38,10 +38,7 @@ def stepping() -> bool:
         TURBO4, TURBO3, 64, 64, n_heads=6, n_kv_heads=2, queries=1, dtype=mx.float16,
         learned_sinks=True, scaled_keys=True, key_mean="rotary",
     )  # fmt: skip
-    problem = step_proof.problem(cuda, case, 8)
-    if problem is not None and "compile failed" in problem:
-        raise ShimError(problem)
-    return problem is None
+    return step_proof.problem(cuda, case, 8) is None
 
 
 def long() -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import mlx.core as mx
 import pytest
 
-from daemon.kernels import packing, step_proof
+from daemon.kernels import packing, proof, step_proof
 from daemon.kernels.attention import Attention
 from daemon.kernels.backend import Choice
 from daemon.kernels.case import Case
@@ -32,7 +33,7 @@ def test_steps_that_agree_with_the_reference_run(rows: int) -> None:
 
 
 def test_the_sample_has_rows_of_many_lengths_one_of_them_all_in_full_precision() -> None:
-    given = step_proof.sample(CASE, 5)
+    given = step_proof.sample(proof.sample(CASE), 5)
 
     assert len({span.length for span in given.spans}) == 5
     assert {span.packed_to > 0 for span in given.spans} == {True, False}
@@ -51,7 +52,7 @@ def last_row(x: mx.array) -> mx.array:
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (not_compiled, r"fail at decode steps on this device (RuntimeError: [cuda] nvrtc: error"),
+        (not_compiled, r"fail to take decode steps on this device (RuntimeError: [cuda] nvrtc: error"),
         (lambda out, plain: (mx.where(last_row(out), 1.1 * out, out), plain), "disagree with the reference"),
         (lambda out, plain: (mx.where(last_row(out), mx.nan, out), plain), "not finite"),
         (lambda out, plain: (out, mx.where(last_row(plain), 0, plain)), "lose tokens"),
@@ -94,6 +95,41 @@ def test_steps_of_a_case_that_the_kernels_refuse_are_not_asked_for() -> None:
     assert stepping.calls == []
     assert (
         attention.stepper(CASE, packing.native_layout(CASE.k, CASE.v, 64, 64), None, 1.0, 1) is None
+    )
+
+
+@pytest.mark.parametrize("name", ["turbo0v4", "turbo4v4", "int8", "affine4", "turbo4v3t"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (96, 96)], ids=str)
+def test_cases_that_have_no_steps_on_a_device_are_none_that_failed(
+    name: str, dims: tuple[int, int]
+) -> None:
+    scheme = parse_scheme(name)
+
+    class NoSteps(FakeStepping):
+        def stepper(self, *_: object) -> None:  # type: ignore[override]  # a device that has none for it
+            return None
+
+    case = replace(CASE, k=scheme.k, v=scheme.v, dim_k=dims[0], dim_v=dims[1])
+    attention = Attention("cuda", FakeKernels(), stepping=NoSteps())
+
+    assert attention.step_choice(case, 2) == Choice("cuda")
+    assert (
+        attention.stepper(case, packing.native_layout(case.k, case.v, *dims), None, 1.0, 2) is None
+    )
+
+
+def test_a_proof_that_cannot_be_made_is_no_reason_not_to_serve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_memory(*_: object) -> None:
+        raise ValueError("[malloc] cannot allocate")
+
+    monkeypatch.setattr(step_proof, "sample", no_memory)
+    choice = chosen(FakeStepping(), 2)
+
+    assert (choice.backend, choice.failed) == ("reference", True)
+    assert choice.reason == (
+        "the cuda kernels fail to take decode steps on this device (ValueError: [malloc] cannot allocate)"
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from daemon.worker.engine import LoadedEngine, start_engine
 from daemon.worker.requests import GenerationRequest, Sampling
 from tests.cudashim import shim
@@ -23,8 +25,10 @@ REQUESTS = [
 ]  # fmt: skip
 
 
-def started(folder: Path) -> LoadedEngine:
-    spec = worker_spec(max_concurrent=3, queue=2).model_copy(update={"model_path": str(folder)})
+def started(folder: Path, k: str) -> LoadedEngine:
+    spec = worker_spec(max_concurrent=3, queue=2)
+    kv = spec.kv.model_copy(update={"k": k, "strict": True})
+    spec = spec.model_copy(update={"model_path": str(folder), "kv": kv})
     return start_engine(spec, progress=lambda *_: None, on_failure=lambda _: None)
 
 
@@ -35,12 +39,17 @@ async def answers(loaded: LoadedEngine) -> list[list[int]]:
     return list(await asyncio.gather(*(one(request) for request in REQUESTS)))
 
 
+@pytest.mark.parametrize(
+    ("k", "kernels"),
+    [("int8", {"fragments1", "fragments8", "fold"}), ("fp16", {"scan", "merge"})],
+    ids=["rows together", "row by row"],
+)
 async def test_a_server_on_a_gpu_answers_by_its_kernels_and_compiles_nothing_once_it_is_ready(
-    tmp_path: Path,
+    tmp_path: Path, k: str, kernels: set[str]
 ) -> None:
     folder = write_tiny_model(tmp_path / "tiny", head_dim=64)
     with shim.installed() as gpu:
-        loaded = started(folder)
+        loaded = started(folder, k)
         warm = set(gpu.sources)
         got = await answers(loaded)
         loaded.engine.close()
@@ -49,5 +58,5 @@ async def test_a_server_on_a_gpu_answers_by_its_kernels_and_compiles_nothing_onc
     assert [len(tokens) for tokens in got] == [request.max_tokens for request in REQUESTS]
     assert (loaded.kv.backend, loaded.kv.packing_backend) == ("cuda", "cuda")
     ran = {name.split("_")[1] for name, _ in gpu.launches}
-    assert {"fragments1", "fragments8", "fold"} <= ran
+    assert kernels <= ran
     assert gpu.sources == warm

@@ -175,13 +175,13 @@ def scan(
         ],
         grid=(splits * blocks * plan.SCAN_THREADS, n_kv, 1),
         threadgroup=(plan.SCAN_THREADS, 1, 1),
-        output_shapes=[(rows * splits * 2 * (layout.dim_v + 1),)],
+        output_shapes=[(splits, rows * 2 * (layout.dim_v + 1))],
         output_dtypes=[mx.float32],
     )  # fmt: skip
     (merged,) = sources.merge_kernel(sinks=sinks is not None)(
         inputs=[sums] if sinks is None else [sums, sinks],
         template=[
-            ("SPLITS", splits), ("DIM_V", layout.dim_v), ("HEADS", n_heads), ("QUERIES", length),
+            ("DIM_V", layout.dim_v), ("HEADS", n_heads), ("QUERIES", length),
             ("L", mx.float32 if sinks is None else sinks.dtype),
         ],
         grid=(rows * plan.SCAN_THREADS, 1, 1),

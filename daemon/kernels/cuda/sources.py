@@ -78,7 +78,8 @@ kernel.run(tqd::span_of(spans, blockIdx.z), blockIdx.z, blockIdx.y, blockIdx.x %
 """
 
 MERGE_BODY = """
-tqd::scan_merge<L>(sums, sums + (long long)gridDim.x * SPLITS * 2 * DIM_V, {logits}, HEADS, QUERIES, SPLITS, DIM_V, out);
+const int splits = (int)sums_shape[0];
+tqd::scan_merge<L>(sums, sums + (long long)gridDim.x * splits * 2 * DIM_V, {logits}, HEADS, QUERIES, splits, DIM_V, out);
 """
 
 ENCODE_INPUTS = ("keys", "values", "k_signs", "v_signs", "k_numbers", "v_numbers", "spans")
