@@ -43,7 +43,7 @@ def rotate(x: mx.array, side: Side) -> mx.array:
     x = x.astype(mx.float32)
     if hadamard_size(dim):
         return mx.hadamard_transform(x * signs(dim, side), scale=dim**-0.5)
-    return x @ _matrix(dim, side)
+    return x @ matrix(dim, side)
 
 
 def unrotate(y: mx.array, side: Side) -> mx.array:
@@ -53,7 +53,7 @@ def unrotate(y: mx.array, side: Side) -> mx.array:
     if dim & (dim - 1) == 0 and hadamard_size(dim):
         return mx.hadamard_transform(y, scale=dim**-0.5) * signs(dim, side)
     # Hadamard matrices of the sizes 12, 20 and 28 are not symmetric: transpose by matrix
-    return y @ _matrix(dim, side).T
+    return y @ matrix(dim, side).T
 
 
 def _stream(dim: int, side: Side, count: int) -> bytes:
@@ -73,7 +73,7 @@ def signs(dim: int, side: Side) -> mx.array:
 
 
 @cache
-def _matrix(dim: int, side: Side) -> mx.array:
+def matrix(dim: int, side: Side) -> mx.array:
     """Return Rᵀ as a matrix, shape (dim, dim), float32: row vectors are rotated by x @ Rᵀ."""
     if hadamard_size(dim):
         return rotate(mx.eye(dim), side)

@@ -210,7 +210,7 @@ def _signs(draw: int) -> Iterator[None]:
 def _use(draw: int) -> None:
     rotation.SEED_VERSION = draw
     rotation.signs.cache_clear()
-    rotation._matrix.cache_clear()
+    rotation.matrix.cache_clear()
 
 
 def _measure(

@@ -135,7 +135,7 @@ def _vectors(stored: Stored, side: Any, packed: tuple[mx.array, mx.array] | None
         return _double(raw.joined())
     kind = stored.layout.k if side == "k" else stored.layout.v
     values, factors = codec.decode(*packed, kind)
-    matrix = _double(rotation._matrix(values.shape[-1], side))  # Rᵀ: vectors are rows
+    matrix = _double(rotation.matrix(values.shape[-1], side))  # Rᵀ: vectors are rows
     plain = (_double(values) * _double(factors)[..., None]) @ matrix.T
     if side == "k" and stored.keys is not None:
         plain = plain * _double(stored.keys.scale)[:, None]

@@ -172,7 +172,7 @@ def test_bodies_ask_for_rows_masks_and_sinks_only_where_there_are_any() -> None:
     assert "tiles1" not in FAST_TEXT[1]
     assert "tiles7_strides" in sources.fast_text({}, "float", 8, sinks=True)[1]
     assert "mask_shape" not in sources.scan_text(masked=False)[1]
-    assert "logits, " in sources.merge_text(sinks=True)[1]
+    assert "logits, " in sources.merge_text(turned=True, sinks=True)[1]
     for text in (FAST_TEXT, sources.encode_text(), sources.fold_text({}, "float")):
         for line in text[0].splitlines():
             if line.startswith("#include"):

@@ -92,10 +92,18 @@ def scan_text(
     )  # fmt: skip
 
 
-def merge_text(sinks: bool) -> str:
+def turn_text(dim: int, kind: str, scaled: bool) -> str:
     return kernel_text(
-        f"merge_{sinks:d}", sources.merge_text(sinks=sinks), ["sums", *["logits"] * sinks],
-        {"out": "float"}, {"logits": "__half"}, SPLITS=4, DIM_V=80, HEADS=8, QUERIES=2, L="__half",
+        f"turn_{dim}_{scaled:d}", sources.turn_text(scaled=scaled), ["q", "basis", *["scales"] * scaled],
+        {"out": "float"}, {"q": kind}, DIM_K=dim, GROUPED=4, QUERIES=2, Q=kind,
+    )  # fmt: skip
+
+
+def merge_text(dim: int, kind: str, turned: bool, sinks: bool) -> str:
+    return kernel_text(
+        f"merge_{dim}_{turned:d}_{sinks:d}", sources.merge_text(turned=turned, sinks=sinks),
+        ["sums", "basis", *["logits"] * sinks], {"out": kind}, {"logits": "__half"},
+        DIM_V=dim, HEADS=8, QUERIES=2, L="__half", T=kind,
     )  # fmt: skip
 
 
@@ -141,8 +149,10 @@ VARIANTS = {
             scan_text((192, 128), (TRELLIS3, FP16), order.CANONICAL, True),
             scan_text((80, 80), (TURBO5, TURBO3_5), order.CANONICAL, False),
             scan_text((64, 64), (INT8, TURBO3), order.FRAGMENTS, False),
-            merge_text(False),
-            merge_text(True),
+            turn_text(80, "__nv_bfloat16", True),
+            turn_text(128, "float", False),
+            merge_text(192, "__half", True, False),
+            merge_text(80, "__nv_bfloat16", False, True),
         ],
     ),
     "encoding": (

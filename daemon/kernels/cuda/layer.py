@@ -18,6 +18,8 @@ from daemon.kernels.keys import KeyTransform
 from daemon.kernels.packing import TileLayout
 from daemon.policy.schemes import INT8, Codec
 
+FEWEST = 16  # numbers of an array: one of 8 bytes or fewer would live in memory that a GPU reads over PCIe
+
 
 @dataclass(frozen=True, slots=True)
 class Layer:

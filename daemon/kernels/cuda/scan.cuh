@@ -182,11 +182,29 @@ struct Scan {
   }
 };
 
-// Merges the splits of one query row: `out` (rows, 2, DV) is normalised over both bases together, and `logits` are
-// learned sinks (heads,) or null. One block a row.
-template <class S>
-__device__ void scan_merge(const float* sums, const float* extremes, const S* logits, int heads, int L, int splits,
-                           int dim, float* out) {
+// Queries (heads, L, DK) as packed keys want them: times their channels' scales (KV heads, DK), or null, and then times
+// `basis` (DK, DK) as row vectors. One block a query row.
+template <int DK, class Q>
+__device__ void scan_turn(const Vectors<Q>& queries, const float* basis, const float* scales, int group, int L, float* out) {
+  __shared__ float x[DK];
+  const int row = blockIdx.x, h = row / L;
+  const Q* query = queries.at(0, h, row % L);
+  for (int d = threadIdx.x; d < DK; d += blockDim.x)
+    x[d] = to_float(query[d * queries.dim]) * (scales ? scales[h / group * DK + d] : 1.f);
+  __syncthreads();
+  for (int d = threadIdx.x; d < DK; d += blockDim.x) {
+    float y = 0.f;
+    for (int i = 0; i < DK; ++i) y = fmaf(x[i], basis[i * DK + d], y);
+    out[(long long)row * DK + d] = y;
+  }
+}
+
+// Merges the splits of one query row. What came from packed values goes into the model's basis, as a row vector times
+// `basis` (DV, DV); null: nothing did. `logits` are learned sinks (heads,), or null. One block a row of `out` (rows, DV).
+template <int DV, class S, class T>
+__device__ void scan_merge(const float* sums, const float* extremes, const float* basis, const S* logits, int heads, int L,
+                           int splits, T* out) {
+  __shared__ float x[2 * DV];
   const long long row = blockIdx.x;
   const float sink = logits ? to_float(logits[row / L % heads]) * LOG2E : LOWEST;
   float top = sink, total = 0.f;
@@ -194,11 +212,18 @@ __device__ void scan_merge(const float* sums, const float* extremes, const S* lo
   for (int s = 0; s < splits; ++s)
     total += exp2f(extremes[(row * splits + s) * 2] - top) * extremes[(row * splits + s) * 2 + 1];
   if (logits) total += exp2f(sink - top);
-  for (int d = threadIdx.x; d < 2 * dim; d += blockDim.x) {
-    float x = 0.f;
+  for (int d = threadIdx.x; d < 2 * DV; d += blockDim.x) {
+    float sum = 0.f;
     for (int s = 0; s < splits; ++s)
-      x += exp2f(extremes[(row * splits + s) * 2] - top) * sums[(row * splits + s) * 2 * dim + d];
-    out[row * 2 * dim + d] = x / total;
+      sum += exp2f(extremes[(row * splits + s) * 2] - top) * sums[(row * splits + s) * 2 * DV + d];
+    x[d] = sum / total;
+  }
+  __syncthreads();
+  for (int d = threadIdx.x; d < DV; d += blockDim.x) {
+    float y = x[DV + d];
+    if (basis)
+      for (int i = 0; i < DV; ++i) y = fmaf(x[i], basis[i * DV + d], y);
+    put(out + row * DV + d, y);
   }
 }
 

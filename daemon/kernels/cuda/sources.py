@@ -77,9 +77,13 @@ kernel.run(tqd::span_of(spans, blockIdx.z), blockIdx.z, blockIdx.y, blockIdx.x %
            shared);
 """
 
+TURN_BODY = """
+tqd::scan_turn<DIM_K>(tqd::vectors(q, q_strides, q_ndim), basis, {scales}, GROUPED, QUERIES, out);
+"""
+
 MERGE_BODY = """
 const int splits = (int)sums_shape[0];
-tqd::scan_merge<L>(sums, sums + (long long)gridDim.x * splits * 2 * DIM_V, {logits}, HEADS, QUERIES, splits, DIM_V, out);
+tqd::scan_merge<DIM_V>(sums, sums + (long long)gridDim.x * splits * 2 * DIM_V, {basis}, {logits}, HEADS, QUERIES, splits, out);
 """
 
 ENCODE_INPUTS = ("keys", "values", "k_signs", "v_signs", "k_numbers", "v_numbers", "spans")
@@ -143,9 +147,16 @@ def scan_text(*, masked: bool) -> tuple[str, str]:
     return header(_SCAN_FILES), _filled(SCAN_BODY, mask=mask)
 
 
-def merge_text(*, sinks: bool) -> tuple[str, str]:
+def turn_text(*, scaled: bool) -> tuple[str, str]:
+    """Return header and body of the kernel that brings queries into the basis of packed keys."""
+    scales = "scales" if scaled else "(const float*)nullptr"
+    return header(_SCAN_FILES), _filled(TURN_BODY, scales=scales)
+
+
+def merge_text(*, turned: bool, sinks: bool) -> tuple[str, str]:
     """Return header and body of the kernel that merges the general one's splits."""
-    return header(_SCAN_FILES), _filled(MERGE_BODY, logits=_logits("L", sinks))
+    basis = "basis" if turned else "(const float*)nullptr"
+    return header(_SCAN_FILES), _filled(MERGE_BODY, basis=basis, logits=_logits("L", sinks))
 
 
 def fast_kernel(constants: Mapping[str, int], kind: mx.Dtype, rows: int, *, sinks: bool) -> Any:
@@ -164,9 +175,20 @@ def scan_kernel(shared_bytes: int, *, masked: bool) -> Any:
 
 
 @cache
-def merge_kernel(*, sinks: bool) -> Any:
-    """Return the kernel that merges the general one's splits; inputs `sums`, and `logits` where there are any."""
-    return _kernel("tqd_merge", ["sums", *["logits"] * sinks], ["out"], merge_text(sinks=sinks), 0)
+def turn_kernel(*, scaled: bool) -> Any:
+    """Return the kernel that brings queries into the basis of packed keys; inputs `q`, `basis`, and `scales` where there are any."""
+    inputs = ["q", "basis", *["scales"] * scaled]
+    return _kernel("tqd_turn", inputs, ["out"], turn_text(scaled=scaled), 0)
+
+
+@cache
+def merge_kernel(*, turned: bool, sinks: bool) -> Any:
+    """Return the kernel that merges the general one's splits; inputs `sums`, `basis`, and `logits` where there are any.
+
+    *turned*: what came from packed values goes through `basis`; else nothing has, and it is not read.
+    """
+    inputs = ["sums", "basis", *["logits"] * sinks]
+    return _kernel("tqd_merge", inputs, ["out"], merge_text(turned=turned, sinks=sinks), 0)
 
 
 def encode_text() -> tuple[str, str]:
