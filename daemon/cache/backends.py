@@ -85,8 +85,9 @@ def _choice(caches: Sequence[Any], case: Case | None, attention: Attention, rows
     if isinstance(packed[0], LatentCache):
         return Backends(_LATENT, packing)
     assert case is not None, "a cache that nothing attends to"
-    steps = [attention.step_choice(case, count) for count in range(1, rows + 1)]
-    failed = next((choice for choice in steps if choice.failed), None)
+    others = [attention.step_choice(case, count) for count in range(1, rows + 1)]
+    others.append(attention.prompt_choice(case))
+    failed = next((choice for choice in others if choice.failed), None)
     chosen = attention.choice(case)
     if failed is not None:
         chosen = replace(chosen, reason=failed.reason, failed=True)

@@ -8,6 +8,7 @@ whatever they refuse or get wrong goes to the reference, and the choice remember
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache, partial
 from typing import Protocol
 
@@ -16,6 +17,7 @@ import mlx.core as mx
 from daemon.kernels import cpu, cuda, metal, prompt, proof, reference, step_proof
 from daemon.kernels.backend import Backend, Choice, backend_of_device, choose
 from daemon.kernels.case import Attend, Case
+from daemon.kernels.cuda import restoring
 from daemon.kernels.keys import KeyTransform
 from daemon.kernels.packing import TileLayout
 from daemon.kernels.stepping import Stepper, Stepping
@@ -37,7 +39,8 @@ class Attention:
     """Attention on one device; remembers a choice for every case that it has met.
 
     *kernels* None: there are none, and everything runs on the reference. *prompts* attends from more
-    queries than kernels serve. *stepping* takes decode steps of several rows at once, on a device that can.
+    queries than kernels serve; *reading* does so by a device's kernels. *stepping* takes decode steps of
+    several rows at once, on a device that can.
     """
 
     def __init__(
@@ -45,11 +48,13 @@ class Attention:
         backend: Backend = "reference",
         kernels: Kernels | None = None,
         prompts: Attend = reference,
+        reading: Kernels | None = None,
         stepping: Stepping | None = None,
     ) -> None:
         self._backend = backend
         self._kernels = kernels
         self._prompts = prompts
+        self._reading = reading
         self._stepping = stepping
         self._choices: dict[Case, Choice] = {}
         self._step_choices: dict[tuple[Case, int], Choice] = {}
@@ -71,10 +76,10 @@ class Attention:
             attend = reference.attend  # which leaves what is never packed to MLX
         elif queries.shape[1] > reference.FUSED_QUERIES:
             attend = self._prompts.attend
-        elif (
-            stored.packed_to > stored.packed_from
-            and self.choice(Case.of(queries, stored, mask, sinks)).fused
-        ):
+            if self._reading is not None and _holds_packed(stored):
+                case = Case.of(queries, stored, None, sinks)
+                attend = self._reading.attend if self.prompt_choice(case).fused else attend
+        elif _holds_packed(stored) and self.choice(Case.of(queries, stored, mask, sinks)).fused:
             attend = kernels.attend
         else:
             attend = reference.attend
@@ -86,6 +91,18 @@ class Attention:
             return _REFERENCE
         if case not in self._choices:
             self._choices[case] = self._choose(self._kernels, case)
+        return self._choices[case]
+
+    def prompt_choice(self, case: Case) -> Choice:
+        """Return what attends from prompts in layers that are like *case*: the device's kernels, if they have proved themselves."""
+        if self._reading is None:
+            return _REFERENCE
+        # how many queries there are, and a mask, is MLX's affair there
+        case = replace(case, queries=reference.FUSED_QUERIES + 1, mask="none")
+        if case not in self._choices:
+            problem = partial(proof.problem, self._reading, case)
+            refusal = self._reading.refusal(case)
+            self._choices[case] = choose(self._backend, "read prompts", refusal, problem)
         return self._choices[case]
 
     @property
@@ -126,6 +143,10 @@ class Attention:
         return choose(self._backend, "attend", kernels.refusal(case), problem)
 
 
+def _holds_packed(stored: Stored) -> bool:
+    return stored.packed_to > stored.packed_from
+
+
 REFERENCE = Attention()
 
 
@@ -143,6 +164,6 @@ def _of(backend: Backend) -> Attention:
         case "metal":
             return Attention(backend, metal)
         case "cuda":
-            return Attention(backend, cuda, stepping=cuda)
+            return Attention(backend, cuda, reading=restoring, stepping=cuda)
         case "reference" | "mlx":
             return REFERENCE

@@ -16,7 +16,8 @@ from daemon.policy.schemes import FP16, Codec
 
 FUSED_QUERIES = 8  # up to this many query tokens, codes are multiplied as they are, and what they are worth is paid per token
 _FP16_MAX = 65504.0
-_BLOCK_TILES = 32  # that are in float32 at once, where keys and values are dequantized
+# of one side that are in float32 at once, where keys and values are dequantized: 32 MB. Every block is some twenty operations.
+_BLOCK_VALUES = 2**23
 
 Mask = mx.array | None
 
@@ -53,10 +54,10 @@ def narrowed(out: mx.array, kind: mx.Dtype) -> mx.array:
 def _attend_raw(
     queries: mx.array, stored: Stored, scale: float, mask: Mask, sinks: mx.array | None
 ) -> mx.array:
-    return _sdpa(queries, stored.k.joined(), stored.v.joined(), scale, mask, sinks)
+    return sdpa(queries, stored.k.joined(), stored.v.joined(), scale, mask, sinks)
 
 
-def _sdpa(
+def sdpa(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
@@ -64,6 +65,7 @@ def _sdpa(
     mask: Mask,
     sinks: mx.array | None,
 ) -> mx.array:
+    """Let MLX attend to *keys* and *values* (H, T, D), all in full precision; otherwise the contract is attend's."""
     out: mx.array = mx.fast.scaled_dot_product_attention(
         queries[None],
         keys[None],
@@ -176,7 +178,7 @@ def _attend_dequantized(
     else:
         keys = _restored_keys(stored, stored.keys)
     values = _dequantized(stored.v, layout.v, "v", stored)
-    out = _sdpa(
+    out = sdpa(
         (turned / k_unit).astype(kind),
         _joined(keys, k_unit, kind),
         _joined(values, v_unit, kind),
@@ -221,13 +223,15 @@ def _dequantized(raw: RawSide, kind: Codec, side: Side, stored: Stored) -> Itera
 
 def _packed_blocks(stored: Stored, side: Side) -> Iterator[tuple[int, mx.array, mx.array]]:
     """Yield the first token, the codes and the scales of runs of packed tokens."""
-    tiles = stored.tiles_in_use()
-    for tile in range(0, tiles.shape[1], _BLOCK_TILES):
-        block, first = tiles[:, tile : tile + _BLOCK_TILES], tile * TILE
-        at, to = max(first, stored.packed_from), min(first + _BLOCK_TILES * TILE, stored.packed_to)
+    tiles, layout = stored.tiles_in_use(), stored.layout
+    dim = layout.dim_k if side == "k" else layout.dim_v
+    step = max(1, _BLOCK_VALUES // (tiles.shape[0] * TILE * dim))
+    for tile in range(0, tiles.shape[1], step):
+        block, first = tiles[:, tile : tile + step], tile * TILE
+        at, to = max(first, stored.packed_from), min(first + step * TILE, stored.packed_to)
         inside = slice(at - first, to - first)
         yield (
             at,
-            packing.codes_of(block, stored.layout, side)[:, inside],
-            packing.scales_of(block, stored.layout, side)[:, inside],
+            packing.codes_of(block, layout, side)[:, inside],
+            packing.scales_of(block, layout, side)[:, inside],
         )

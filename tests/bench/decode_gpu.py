@@ -88,6 +88,8 @@ def random_side(rows: int, tokens: int) -> mx.array:
 
 def fp16_caches(lengths: Lengths, model: llama.Model) -> Caches:
     caches, rows, most = [], len(lengths), max(lengths)
+    if not most:
+        return [KVCache() for _ in model.layers]
     for _ in model.layers:
         cache = KVCache() if rows == 1 else BatchKVCache([most - length for length in lengths])
         cache.update_and_fetch(random_side(rows, most), random_side(rows, most))
@@ -124,6 +126,9 @@ def ours(name: str, *, sinks: int, mean: bool) -> Callable[[Lengths, llama.Model
             filled = []
             for length in lengths:
                 each = row.fresh()
+                if not length:
+                    filled.append(each)
+                    continue
                 each.append(random_side(1, length)[0], random_side(1, length)[0])
                 each.pack()
                 mx.eval(each.arrays)
@@ -185,6 +190,16 @@ def measure(model: llama.Model, rows: int, tokens: int, spread: int, kind: str) 
     return result
 
 
+def about_machine() -> dict[str, str]:
+    """Return what figures depend on."""
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    gpu = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+    return {
+        "gpu": gpu, "mlx": mx.__version__, "mlx_lm": mlx_lm.__version__,
+        "python": platform.python_version(),
+    }  # fmt: skip
+
+
 def table(results: list[Result]) -> str:
     base = {(r.rows, r.tokens): r.tokens_per_second for r in results if r.cache == "mlx-lm fp16"}
     lines = [
@@ -212,11 +227,8 @@ def main() -> None:
     parser.add_argument("--spread", type=int, default=0, help="tokens from a row to the next")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    gpu = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-    about = {
-        "gpu": gpu, "mlx": mx.__version__, "mlx_lm": mlx_lm.__version__,
-        "python": platform.python_version(), "layers": str(options.layers), "bits": str(options.bits), "spread": str(options.spread),
+    about = about_machine() | {
+        "layers": str(options.layers), "bits": str(options.bits), "spread": str(options.spread),
     }  # fmt: skip
     print(about)
     model = make_model(options.layers, options.bits)

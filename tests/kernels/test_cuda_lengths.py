@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from daemon.kernels.cuda import launch
+from daemon.kernels.cuda import launch, restoring
 from daemon.policy.schemes import FP16, TURBO3_5
 from tests.cudashim import shim
 from tests.kernels.test_cuda_attention import Problem, build
@@ -41,6 +41,7 @@ def test_lengths_are_data_and_compile_nothing(problem: Problem) -> None:
             given = replace(problem, sinks=sinks, packed_to=packed_to, tail=tail)
             queries, stored, mask, logits = build(given)
             launch.attend(queries, stored, 0.1, mask, logits)
+            restoring.restored(stored, "v", queries.dtype)
             compiled.append(len(gpu.sources))
 
     assert compiled[0] > 0

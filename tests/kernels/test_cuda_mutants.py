@@ -12,11 +12,12 @@ import pytest
 
 from daemon.kernels import cuda, encode, order, step_proof
 from daemon.kernels.case import Case
-from daemon.kernels.cuda import encoding, launch, plan
+from daemon.kernels.cuda import encoding, launch, plan, restoring
 from daemon.kernels.packing import TileLayout
 from daemon.policy.schemes import INT8, TRELLIS3, TURBO2, TURBO3, TURBO3_5, TURBO4, TURBO5, Codec
 from tests.cudashim import shim
 from tests.kernels.test_cuda_attention import Problem, build, expected, limit, rounds_well, wide
+from tests.kernels.test_cuda_restoring import vectors
 from tests.metalshim.compiler import ShimError
 from tests.metalshim.needed import needs_shim
 
@@ -111,6 +112,19 @@ def encodes_the_rest() -> bool:
     return encodes(INT8, TURBO3)
 
 
+def restores() -> bool:
+    """Keys that have lost a scale and a mean of which half rotates, with sinks, a tail and tokens dropped."""
+    problem = Problem(
+        dim_k=64, dim_v=64, k=TURBO3, mean="partial", sinks=3, packed_to=70, tail=9, dropped=5,
+    )  # fmt: skip
+    stored = build(problem)[1]
+    for side in ("k", "v"):
+        got, want = wide(restoring.restored(stored, side, mx.float16)), vectors(stored, side)
+        if not np.linalg.norm(got - want) < 4e-4 * np.linalg.norm(want):
+            return False
+    return True
+
+
 MUTANTS: list[tuple[Probe, str, str, str]] = [
     (stepping, "fragments", "a[i] = first * query.mu_a[i] + second", "a[i] = first * query.mu_a[i] - second"),
     (stepping, "fragments", "total += v;", "total -= v;"),
@@ -166,6 +180,17 @@ MUTANTS: list[tuple[Probe, str, str, str]] = [
     (odd_codes, "codes", "(d + D - 2) % D", "(d + D - 1) % D"),
     (odd_codes, "codes", "2 * distance + max", "distance + max"),
     (odd_codes, "codes", "+ 16) & 31", "+ 16) & 15"),
+    (restores, "restore", "levels[threadIdx.x];\n    __syncthreads();", "levels[threadIdx.x];"),
+    (restores, "restore", ": 0.f;\n    }\n    __syncthreads();", ": 0.f;\n    }"),
+    (restores, "restore", "p >= span.length || is_packed(p)", "is_packed(p)"),
+    (restores, "restore", "p - span.packed_to) + d", "p - span.packed_from) + d"),
+    (restores, "restore", "c * TILE + TILE <= span.packed_from", "c * TILE + TILE <= 40"),
+    (restores, "restore", "if (!is_packed(p)) continue;\n", "\n"),
+    (restores, "restore", "p + span.dropped", "p"),
+    (restores, "restore", "? turned : -turned", "? -turned : turned"),
+    (restores, "restore", "if (pair < 0) return of_head[d];", ""),
+    (restores, "restore", "lost.scales[kv * D + d]", "lost.scales[d]"),
+    (restores, "restore", "basis[j * D + d]", "basis[d * D + j]"),
     (encodes_halves, "codes", "(m & 1u) << f.plane()", "(m & 1u) << f.sign()"),
     (encodes_the_rest, "codes", "reg % 2) + 4 * byte", "reg % 2) + 2 * byte"),
     (encodes_the_rest, "encode", "most) / 127.f", "most) / 120.f"),
@@ -181,7 +206,7 @@ MUTANTS: list[tuple[Probe, str, str, str]] = [
 @pytest.mark.parametrize("mode", ["ub", "rough", "check"])
 @pytest.mark.parametrize(
     "probe",
-    [stepping, long, meeting, wide_codes, narrow_codes, narrowest, general, odd_codes, rounds, encodes_halves, encodes_the_rest],
+    [stepping, long, meeting, wide_codes, narrow_codes, narrowest, general, odd_codes, restores, rounds, encodes_halves, encodes_the_rest],
     ids=lambda probe: probe.__name__,
 )  # fmt: skip
 def test_the_kernels_as_they_are_pass(probe: Probe, mode: str) -> None:

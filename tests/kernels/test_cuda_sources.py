@@ -99,6 +99,16 @@ def turn_text(dim: int, kind: str, scaled: bool) -> str:
     )  # fmt: skip
 
 
+def restore_text(dim: int, kind: Codec, tile_order: int, keys: bool, raw: str) -> str:
+    return kernel_text(
+        f"restore_{dim}_{kind.name}_{tile_order}_{keys:d}".replace(".", "_"), sources.restore_text(),
+        sources.RESTORE_INPUTS, {"out": raw}, {"head": raw, "tail": raw, "channels": "int"},
+        DIM=dim, HALVES=int(2 * kind.bits), IS_TRELLIS=int(kind.trellis), ORDER=tile_order,
+        KEYS=int(keys), CODES_AT=64, SCALES_AT=128, SCALED=int(keys), HAS_MEAN=int(keys),
+        N_PAIRS=16, WIDTH=33, X=raw, T=raw,
+    )  # fmt: skip
+
+
 def merge_text(dim: int, kind: str, turned: bool, sinks: bool) -> str:
     return kernel_text(
         f"merge_{dim}_{turned:d}_{sinks:d}", sources.merge_text(turned=turned, sinks=sinks),
@@ -153,6 +163,14 @@ VARIANTS = {
             turn_text(128, "float", False),
             merge_text(192, "__half", True, False),
             merge_text(80, "__nv_bfloat16", False, True),
+        ],
+    ),
+    "restoring": (
+        sources.restore_text()[0],
+        [
+            restore_text(128, TURBO3, order.FRAGMENTS, True, "__half"),
+            restore_text(80, TRELLIS3, order.CANONICAL, False, "__nv_bfloat16"),
+            restore_text(256, TURBO3_5, order.CANONICAL, True, "float"),
         ],
     ),
     "encoding": (

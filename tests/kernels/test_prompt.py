@@ -49,6 +49,18 @@ def test_agrees_with_the_reference(asked: Case) -> None:
     assert proof.problem(prompt, asked) is None
 
 
+@pytest.mark.parametrize("asked", CASES, ids=str)
+def test_the_reference_gives_the_same_in_any_number_of_blocks(
+    asked: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = proof.sample(asked)
+    whole = given.run(reference)
+
+    monkeypatch.setattr(reference, "_BLOCK_VALUES", 2 * 32 * DIM * KV_HEADS)
+
+    assert proof.difference(given.run(reference), whole, asked) is None
+
+
 def filled(scheme: str, length: int, *, tail: int = 32) -> Row:
     row = Row(parse_scheme(scheme), sink_tokens=4, tail_tokens=tail)
     row.append(*mx.random.normal((2, KV_HEADS, length, DIM), key=mx.random.key(length)))

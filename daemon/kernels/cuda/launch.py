@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from daemon.kernels.cuda import plan, scanning
+from daemon.kernels.cuda import operands, plan, scanning
 from daemon.kernels.cuda.layer import FEWEST, Layer, layer_of, on_device
 from daemon.kernels.packing import TILE
 from daemon.kernels.stored import Stored
@@ -28,7 +28,7 @@ def attend(
     n_kv, begin, end = stored.n_kv_heads, stored.packed_from, stored.packed_to
     spans = spans_of(((stored.length, begin, end, stored.dropped),))
     fits = plan.is_fast(stored.layout, n_heads // n_kv, length, masked=mask is not None)
-    if fits and scanning.dtypes_of(stored, queries.dtype) == {queries.dtype}:
+    if fits and operands.dtypes_of(stored, queries.dtype) == {queries.dtype}:
         layer = layer_of(stored.layout, n_kv, stored.keys)
         if layer is not None:
             splits = plan.fast_splits(n_kv, (-(-end // TILE) - begin // TILE,))

@@ -36,6 +36,17 @@ _DTYPES = (mx.float16, mx.bfloat16, mx.float32)
 def refusal(case: Case) -> str | None:
     """Return why no CUDA kernel does *case*, in words for the status; None: one does."""
     grouped, rest = divmod(case.n_heads, case.n_kv_heads)
+    if unread(case):
+        return unread(case)
+    if rest or grouped > MOST_GROUPED:
+        return f"the CUDA kernels serve up to {MOST_GROUPED} query heads a KV head, not {case.n_heads}/{case.n_kv_heads}"
+    if case.queries > FUSED_QUERIES:
+        return f"the CUDA kernels serve up to {FUSED_QUERIES} query tokens, not {case.queries}"
+    return None
+
+
+def unread(case: Case) -> str | None:
+    """Return why the CUDA kernels do not read what *case* attends to; None: they do."""
     for side, codec, dim, widths in (
         ("keys", case.k, case.dim_k, _K_BITS),
         ("values", case.v, case.dim_v, _V_BITS),
@@ -47,10 +58,6 @@ def refusal(case: Case) -> str | None:
             return (
                 f"the CUDA kernels have no variant for {side} of {dim} values (there are {sizes})"
             )
-    if rest or grouped > MOST_GROUPED:
-        return f"the CUDA kernels serve up to {MOST_GROUPED} query heads a KV head, not {case.n_heads}/{case.n_kv_heads}"
-    if case.queries > FUSED_QUERIES:
-        return f"the CUDA kernels serve up to {FUSED_QUERIES} query tokens, not {case.queries}"
     if case.dtype not in _DTYPES:
         return f"the CUDA kernels do not read {case.dtype} queries"
     return None

@@ -86,6 +86,18 @@ const int splits = (int)sums_shape[0];
 tqd::scan_merge<DIM_V>(sums, sums + (long long)gridDim.x * splits * 2 * DIM_V, {basis}, {logits}, HEADS, QUERIES, splits, out);
 """
 
+RESTORE_INPUTS = (
+    "tiles", "spans", "head", "tail", "levels", "basis", "scales", "mean", "channels", "table",
+)  # fmt: skip
+RESTORE_BODY = """
+const float* none = nullptr;
+const tqd::Restore<DIM, tqd::Form<HALVES, IS_TRELLIS>, ORDER, KEYS, X, T> kernel{
+    tqd::tiles_of(tiles, tiles_shape, tiles_strides), CODES_AT, SCALES_AT,
+    tqd::vectors(head, head_strides, head_ndim), tqd::vectors(tail, tail_strides, tail_ndim), levels, basis,
+    {SCALED ? scales : none, HAS_MEAN ? mean : none, channels, table, N_PAIRS, WIDTH}, out};
+kernel.run(tqd::span_of(spans, 0), blockIdx.y, blockIdx.x);
+"""
+
 ENCODE_INPUTS = ("keys", "values", "k_signs", "v_signs", "k_numbers", "v_numbers", "spans")
 ENCODE_BODY = """
 using Encoding = tqd::Encoding<DIM, K_BITS, V_BITS, K_LEVELS, V_LEVELS, STRETCHES>;
@@ -189,6 +201,17 @@ def merge_kernel(*, turned: bool, sinks: bool) -> Any:
     """
     inputs = ["sums", "basis", *["logits"] * sinks]
     return _kernel("tqd_merge", inputs, ["out"], merge_text(turned=turned, sinks=sinks), 0)
+
+
+def restore_text() -> tuple[str, str]:
+    """Return header and body of the kernel that unpacks one side of a row."""
+    return header(("common", "codes", "restore")), RESTORE_BODY
+
+
+@cache
+def restore_kernel() -> Any:
+    """Return the kernel that unpacks one side of a row; its inputs are RESTORE_INPUTS."""
+    return _kernel("tqd_restore", list(RESTORE_INPUTS), ["out"], restore_text(), 0)
 
 
 def encode_text() -> tuple[str, str]:
