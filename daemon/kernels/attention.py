@@ -17,7 +17,6 @@ import mlx.core as mx
 from daemon.kernels import cpu, cuda, metal, prompt, proof, reference, step_proof
 from daemon.kernels.backend import Backend, Choice, backend_of_device, choose
 from daemon.kernels.case import Attend, Case
-from daemon.kernels.cuda import restoring
 from daemon.kernels.keys import KeyTransform
 from daemon.kernels.packing import TileLayout
 from daemon.kernels.stepping import Stepper, Stepping
@@ -93,6 +92,11 @@ class Attention:
             self._choices[case] = self._choose(self._kernels, case)
         return self._choices[case]
 
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether the device has kernels for more queries than the others serve."""
+        return self._reading is not None
+
     def prompt_choice(self, case: Case) -> Choice:
         """Return what attends from prompts in layers that are like *case*: the device's kernels, if they have proved themselves."""
         if self._reading is None:
@@ -162,8 +166,8 @@ def _of(backend: Backend) -> Attention:
         case "cpu":
             return Attention(backend, cpu, prompts=prompt)
         case "metal":
-            return Attention(backend, metal)
+            return Attention(backend, metal, reading=metal.restoring)
         case "cuda":
-            return Attention(backend, cuda, reading=restoring, stepping=cuda)
+            return Attention(backend, cuda, reading=cuda.restoring, stepping=cuda)
         case "reference" | "mlx":
             return REFERENCE

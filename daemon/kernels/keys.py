@@ -181,6 +181,15 @@ class KeyTransform:
         bias = coefficients.reshape(heads * count, width) @ self.rotary.table(start, end).T
         return bias.reshape(heads, count, end - start)
 
+    def partners(self, dim: int) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+        """Return of each of *dim* channels its pair or -1, the one that it rotates with, and whether it is the second of the two."""
+        rows = np.zeros((dim, 3), dtype=np.int32)
+        rows[:, 0] = -1
+        if self.rotary is not None:
+            for pair, (a, b) in enumerate(zip(self.rotary.first, self.rotary.second, strict=True)):
+                rows[a], rows[b] = (pair, b, 0), (pair, a, 1)
+        return rows
+
     def _shift(self, start: int, count: int) -> mx.array | None:
         if self.mean is None:
             return None

@@ -94,6 +94,12 @@ def run(
     shape = base or replace(_llama(), dtype=mx.float32 if _on_cpu() else mx.float16)
     asked = list(every_case() if cases is None else cases)
     agreements = [_agreement(str(case), partial(attention.choice, case), say) for case in asked]
+    if attention.reads_prompts:
+        agreements += [
+            _agreement(f"prompts, {case}", partial(attention.prompt_choice, case), say)
+            for case in asked
+            if case.queries == 1
+        ]
     layouts = dict.fromkeys(
         packing.native_layout(case.k, case.v, case.dim_k, case.dim_v) for case in asked
     )

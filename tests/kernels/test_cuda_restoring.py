@@ -10,18 +10,17 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from daemon.kernels import attention, codec, cuda, packing, rotation
+from daemon.kernels import attention, codec, cuda, packing
 from daemon.kernels.attention import Attention
 from daemon.kernels.backend import Choice
 from daemon.kernels.case import Case
 from daemon.kernels.cuda import restoring
 from daemon.kernels.reference import FUSED_QUERIES
-from daemon.kernels.rotation import Side
-from daemon.kernels.stored import Stored
 from daemon.policy.schemes import FP16, TURBO4, parse_scheme
 from tests.cudashim import shim
 from tests.kernels.fake_kernels import FakeKernels
-from tests.kernels.test_cuda_attention import FAST, GENERAL, Float, Problem, build, wide
+from tests.kernels.restored_vectors import vectors
+from tests.kernels.test_cuda_attention import FAST, GENERAL, Problem, build, wide
 from tests.metalshim import compiler
 
 pytestmark = pytest.mark.skipif(
@@ -38,37 +37,6 @@ def device() -> Iterator[None]:
     """An NVIDIA GPU, or what executes its kernels on a CPU."""
     with nullcontext() if mx.cuda.is_available() else shim.installed():
         yield
-
-
-def vectors(stored: Stored, side: Side) -> Float:
-    """Return all keys or values of *stored* as the model made them, from the codes themselves."""
-    raw, kind, dim = (
-        (stored.k, stored.layout.k, stored.layout.dim_k)
-        if side == "k"
-        else (stored.v, stored.layout.v, stored.layout.dim_v)
-    )
-    packed = packing.unpack(stored.tiles_in_use(), stored.layout)
-    codes, scales = packed.k if side == "k" else packed.v  # type: ignore[misc]  # a packed side has both
-    begin, end = stored.packed_from, stored.packed_to
-    numbers, factors = codec.decode(codes[:, begin:end], scales[:, begin:end], kind)
-    middle = wide(numbers) * wide(factors)[..., None] @ wide(rotation.matrix(dim, side)).T
-    keys = stored.keys
-    if side == "k" and keys is not None:
-        middle = middle * wide(keys.scale)[:, None]
-        if keys.mean is not None and keys.rotary is not None:
-            first, last = stored.packed_positions
-            middle = middle + wide(keys.rotary.shift(keys.mean, first, last - first))
-        elif keys.mean is not None:
-            middle = middle + wide(keys.mean)[:, None]
-    parts = [raw.head, middle, raw.tail]
-    return np.concatenate(
-        [
-            part if isinstance(part, np.ndarray) else wide(part)
-            for part in parts
-            if part is not None
-        ],
-        axis=1,
-    )
 
 
 def check(problem: Problem) -> None:

@@ -9,10 +9,12 @@ import mlx.core as mx
 import pytest
 
 from daemon.kernels import encode, metal, packing
+from daemon.kernels.metal import restoring, sources
 from daemon.kernels.packing import TileLayout
 from daemon.kernels.proof import Sample, sample
 from daemon.policy.schemes import SCHEMES
 from tests.kernels.emulated_metal import TOLERANCE, case, distance, exact, stretched
+from tests.kernels.restored_vectors import vectors
 from tests.metalshim import shim
 from tests.metalshim.compiler import ShimError
 from tests.metalshim.needed import needs_shim
@@ -84,6 +86,20 @@ def encodes(scheme: str) -> bool:
     return True
 
 
+def restores() -> bool:
+    """Keys that have lost a scale and a mean of which half rotates, tokens dropped, 3.5 bits beside 5."""
+    given = stretched(
+        sample(case("turbo5v3.5", 64, scaled_keys=True, key_mean="rotary"), seed=1),
+        packed_from=3, packed_to=75, tail=9,
+    )  # fmt: skip
+    for side in ("k", "v"):
+        got = restoring.restored(given.stored, side, mx.float32)
+        mx.eval(got)
+        if not distance(got, vectors(given.stored, side)) < 1e-5:
+            return False
+    return True
+
+
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 MUTANTS: list[tuple[Probe, str, str, str]] = [
     (rotary, "attend", BARRIER, ""),
@@ -111,6 +127,20 @@ MUTANTS: list[tuple[Probe, str, str, str]] = [
     (masked, "attend", "mask_shape[0] > 1 ? head : 0", "0"),
     (masked, "attend", "mask_shape[1] > 1 ? new_token : 0", "0"),
     (sinking, "attend", "score[q] += constants[n];", ""),
+    (restores, "restore", BARRIER + "\nif (any) {\n  const device", "if (any) {\n  const device"),
+    (restores, "restore", BARRIER + "\nif (any) {\n  for", "if (any) {\n  for"),
+    (restores, "restore", "token < packed_from && token < length", "token < packed_from - 1"),
+    (restores, "restore", "token >= packed_to && token < length", "token >= packed_to"),
+    (restores, "restore", "(token - packed_to) *", "(token - packed_from) *"),
+    (restores, "restore", "first + SLOTS > packed_from", "first > packed_from"),
+    (restores, "restore", "token % 32 * DIM + chunk", "slot * DIM + chunk"),
+    (restores, "restore", "token % 32);", "slot);"),
+    (restores, "restore", "basis[j * DIM + d]", "basis[d * DIM + j]"),
+    (restores, "restore", "slot + k) / 4", "slot) / 4"),
+    (restores, "restore", "token + dropped", "token"),
+    (restores, "restore", "? turned : -turned", "? -turned : turned"),
+    (restores, "restore", "scales[kv_head * DIM + d]", "scales[d]"),
+    (restores, "restore", "mean[kv_head * DIM + d]", "mean[d]"),
     (masked, "codes", "24 - 8 *", "16 - 8 *"),
     (masked, "codes", "187u", "186u"),
     (masked, "codes", "group[4 + quarter / 2]", "group[4]"),
@@ -155,14 +185,19 @@ def _checked() -> Iterator[None]:
 
 
 def forget() -> None:
-    for made in (metal._attend, metal._merge, metal._encode):
+    for made in (
+        sources.attend_kernel,
+        sources.merge_kernel,
+        sources.encode_kernel,
+        sources.restore_kernel,
+    ):
         made.cache_clear()
 
 
 @pytest.mark.usefixtures("_checked")
 @pytest.mark.parametrize(
     "probe",
-    [rotary, masked, sinking, trellis, encoding, coded_by_trellis],
+    [rotary, masked, sinking, trellis, restores, encoding, coded_by_trellis],
     ids=lambda p: p.__name__,
 )
 def test_the_kernels_as_they_are_pass(probe: Probe) -> None:
@@ -176,11 +211,11 @@ def test_the_kernels_as_they_are_pass(probe: Probe) -> None:
 def test_a_mutant_is_noticed(
     probe: Probe, name: str, token: str, other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = metal._source
+    source = sources.source
     assert token in source(name)
     monkeypatch.setattr(
-        metal,
-        "_source",
+        sources,
+        "source",
         lambda wanted: (
             source(wanted).replace(token, other, 1) if wanted == name else source(wanted)
         ),

@@ -29,7 +29,7 @@ def test_a_report_says_what_runs_and_what_it_takes() -> None:
     with emulated():
         report = kernels.run(
             told.append,
-            attention=Attention("metal", metal),
+            attention=Attention("metal", metal, reading=metal.restoring),
             cases=[good, refused],
             schemes=["turbo4v4"],
             contexts=[100],
@@ -40,6 +40,13 @@ def test_a_report_says_what_runs_and_what_it_takes() -> None:
         {"case": str(good), "backend": "metal", "reason": None, "failed": False},
         {
             "case": str(refused),
+            "backend": "reference",
+            "reason": "Metal kernels read vectors of 64, 80, 96, 128, 192, 256 values, not 40",
+            "failed": False,
+        },
+        {"case": f"prompts, {good}", "backend": "metal", "reason": None, "failed": False},
+        {
+            "case": f"prompts, {refused}",
             "backend": "reference",
             "reason": "Metal kernels read vectors of 64, 80, 96, 128, 192, 256 values, not 40",
             "failed": False,

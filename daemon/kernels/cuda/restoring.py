@@ -10,7 +10,6 @@ from __future__ import annotations
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
-import numpy as np
 
 from daemon.kernels import reference
 from daemon.kernels.case import Case
@@ -80,14 +79,8 @@ _CHANNELS: WeakKeyDictionary[KeyTransform, mx.array] = WeakKeyDictionary()
 
 
 def _channels(keys: KeyTransform | None, dim: int) -> mx.array:
-    """Return of each channel its pair or −1, its partner, and whether it is the second of the two: int32 (D, 3)."""
     if keys is None:
         return operands.no_keys().pairs
     if keys not in _CHANNELS:
-        rows = np.zeros((dim, 3), dtype=np.int32)
-        rows[:, 0] = -1
-        if keys.rotary is not None:
-            for pair, (a, b) in enumerate(zip(keys.rotary.first, keys.rotary.second, strict=True)):
-                rows[a], rows[b] = (pair, b, 0), (pair, a, 1)
-        _CHANNELS[keys] = on_device(rows)
+        _CHANNELS[keys] = on_device(keys.partners(dim))
     return _CHANNELS[keys]
