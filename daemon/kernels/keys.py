@@ -18,6 +18,9 @@ import mlx.core as mx
 import numpy as np
 
 _TABLE_STEP = 1024  # positions by which a table grows
+# BLAS packs and divides a large product; few rows go through a table faster in products too small for that
+_BLOCK = 256  # positions, a divisor of _TABLE_STEP
+_FEW_ROWS = 16
 _PROBES = (1, 977)  # positions at which the shape of a rotary embedding is looked at
 _FAR = 2**20  # a position past the context that any embedding was trained for
 
@@ -50,6 +53,7 @@ class Rotary:
         self.plain = [a for a, to in enumerate(partner) if len(to) == 0]
         self._table: mx.array | None = None
         self._turns: mx.array | None = None
+        self._columns: mx.array | None = None
         self.signature = b"".join(matrix.astype(np.float32).tobytes() for matrix in matrices[1:])
         self._check(matrices[1:])
 
@@ -78,6 +82,25 @@ class Rotary:
         if self._table is None or end > self._table.shape[0]:
             self._table = self._rows(-(-end // _TABLE_STEP) * _TABLE_STEP)
         return self._table
+
+    def products(self, coefficients: mx.array, start: int, end: int) -> mx.array:
+        """Return the products of *coefficients* (N, width) with the rows of the table from *start* to *end*: (N, end - start)."""
+        if len(coefficients) > _FEW_ROWS:
+            return coefficients @ self.table(start, end).T
+        first = start // _BLOCK
+        blocks = self._blocks(end)[first : -(-end // _BLOCK)]
+        products = mx.contiguous((coefficients @ blocks).swapaxes(0, 1))
+        joined = products.reshape(len(coefficients), -1)
+        return joined[:, start - first * _BLOCK : end - first * _BLOCK]
+
+    def _blocks(self, end: int) -> mx.array:
+        """Return the whole table in blocks of positions, transposed: (blocks, width, positions)."""
+        table = self.whole_table(end)
+        if self._columns is None or self._columns.shape[0] * _BLOCK != table.shape[0]:
+            blocks = table.reshape(-1, _BLOCK, table.shape[1])
+            self._columns = mx.contiguous(blocks.swapaxes(1, 2))
+            mx.eval(self._columns)
+        return self._columns
 
     def turns(self, count: int) -> mx.array:
         """Return what 0 to *count* positions add to the angles: (count, dim), cosines of all pairs, then sines.
@@ -178,7 +201,7 @@ class KeyTransform:
         coefficients = queries @ self._coefficients
         heads, count, width = coefficients.shape
         # all heads have one table, so theirs is one product
-        bias = coefficients.reshape(heads * count, width) @ self.rotary.table(start, end).T
+        bias = self.rotary.products(coefficients.reshape(heads * count, width), start, end)
         return bias.reshape(heads, count, end - start)
 
     def partners(self, dim: int) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:

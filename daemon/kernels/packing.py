@@ -177,7 +177,7 @@ def scales_of(tiles: mx.array, layout: TileLayout, side: Side) -> mx.array:
         if side == "k"
         else (layout.v, layout.dim_v, layout.v_scale_words, layout.words - layout.v_scale_words)
     )
-    scales = mx.contiguous(tiles[..., at : at + words]).view(mx.float16)
+    scales = _copied(tiles[..., at : at + words]).view(mx.float16)
     if layout.order == orders.FRAGMENTS:
         scales = orders.restore_scales(scales)
     each = (codec.scales(dim),) if codec.affine else ()
@@ -207,7 +207,7 @@ def unpack_codes(words: mx.array, bits: float) -> mx.array:
         pairs = unpack_codes(words, _PAIR_BITS)
         return _split_pairs(pairs).view(mx.uint8)
     whole = int(bits)
-    groups = mx.contiguous(words).reshape(*words.shape[:-1], -1, whole)
+    groups = _copied(words).reshape(*words.shape[:-1], -1, whole)
     codes, at = None, 0
     for width, shift in _planes(whole):
         plane = groups if width == whole else mx.contiguous(groups[..., at : at + width])
@@ -216,6 +216,15 @@ def unpack_codes(words: mx.array, bits: float) -> mx.array:
         at += width
     assert codes is not None
     return codes.reshape(*words.shape[:-1], -1)
+
+
+def _copied(words: mx.array) -> mx.array:
+    """Return a part of tiles as an array of its own.
+
+    Operations that compute go over runs of words in vectors; `mx.contiguous` takes one word after another
+    on a CPU (mlx 0.32.4), which takes 1.2 to 1.7 times as long.
+    """
+    return words | 0
 
 
 def _planes(bits: int) -> Iterator[tuple[int, int]]:

@@ -43,8 +43,9 @@ def backend(request: pytest.FixtureRequest) -> Attend:
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of two tiles, so that short sequences have several."""
+    """Blocks of two tiles, and rows divided from three on, so that short sequences have several."""
     monkeypatch.setattr(cpu, "BLOCK_VALUES", KV_HEADS * 64 * DIM_K)
+    monkeypatch.setattr(cpu, "DIVIDED_VALUES", KV_HEADS * 64 * DIM_K)
 
 
 class Direct:
@@ -265,6 +266,66 @@ def test_rows_divided_over_any_number_of_threads_answer_alike(
     assert mx.allclose(out, expected, atol=1e-5)
     assert mx.default_stream(mx.cpu) == before
     assert len(cpu._lanes()) == lanes
+
+
+def _three_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in three parts, one after the other."""
+    monkeypatch.setattr(cpu, "_lanes", lambda: (mx.default_stream(mx.cpu),) * 3)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "turbo0v4", "turbo5v0"])
+@pytest.mark.parametrize(("packed", "tail"), [(41, 0), (65, 0), (170, 0), (64, 40), (170, 40)])
+@pytest.mark.parametrize("new", [1, 5])
+def test_parts_of_a_row_have_each_of_its_tokens_once(
+    monkeypatch: pytest.MonkeyPatch, scheme: str, packed: int, tail: int, new: int
+) -> None:
+    """Sinks fill more than a tile; the newest queries see more than the first of them."""
+    _three_parts(monkeypatch)
+    monkeypatch.setattr(cpu, "DIVIDED_VALUES", 0)
+    made = Row(parse_scheme(scheme), sink_tokens=40, tail_tokens=tail)
+    made.append(
+        *(random(seed, KV_HEADS, packed + tail, dim) for seed, dim in ((1, DIM_K), (2, DIM_V)))
+    )
+    made.pack()
+    queries, stored = random(3, HEADS, new, DIM_K), made.stored()
+
+    got = cpu.attend(queries, stored, 0.2, None, None)
+
+    expected = reference.attend(queries, stored, 0.2, None, None)
+    assert mx.allclose(got, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("hidden", [slice(0, 120), slice(60, 200), slice(0, 1)])
+@pytest.mark.parametrize("additive", [False, True])
+def test_a_mask_may_hide_a_whole_part_of_a_row(
+    monkeypatch: pytest.MonkeyPatch, hidden: slice, additive: bool
+) -> None:
+    _three_parts(monkeypatch)
+    made = row("turbo4v4", 200, Direct(cpu), tail=7)
+    queries, stored = random(3, HEADS, 1, DIM_K), made.stored()
+    mask = mx.ones((1, 1, 200), dtype=mx.bool_)
+    mask[..., hidden] = False
+    if additive:
+        mask = mx.where(mask, 0.0, -mx.inf)
+
+    got = cpu.attend(queries, stored, 0.2, mask, None)
+
+    assert len(list(cpu._parts(stored))) == 3
+    assert mx.allclose(got, reference.attend(queries, stored, 0.2, mask, None), atol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "dim", "queries"), [(3, 64, 3), (8, 128, 32), (1, 64, 64)])
+def test_blocks_are_whole_tiles_that_blas_need_not_pack_if_that_is_not_too_few(
+    monkeypatch: pytest.MonkeyPatch, heads: int, dim: int, queries: int
+) -> None:
+    monkeypatch.setattr(cpu, "BLOCK_VALUES", 2**20)
+
+    tokens = cpu._block_tokens(heads, dim, queries)
+
+    most = 2**20 // (heads * dim)
+    assert tokens % 32 == 0
+    assert most // 4 - 32 < tokens <= most
+    assert tokens * dim * queries <= cpu.SMALL_PRODUCT or tokens > most - 32
 
 
 def test_every_thread_of_python_has_streams_of_its_own() -> None:

@@ -128,6 +128,19 @@ def test_tables_grow_without_changing() -> None:
     assert mx.array_equal(rotary.table(10, 20), early)
 
 
+@pytest.mark.parametrize("rows", [1, 16, 17])
+def test_products_are_those_with_the_rows_of_the_table(rows: int) -> None:
+    """From any position to any other, for few rows and for many, also when the table has grown meanwhile."""
+    rotary = Rotary(nn.RoPE(DIM // 2), DIM)
+    coefficients = normal(rows, rotary.table(0, 1).shape[1], seed=10)
+
+    for start, end in ((0, 1), (5, 300), (256, 512), (700, 1024), (1000, 1100), (255, 2049)):
+        got = rotary.products(coefficients, start, end)
+
+        assert got.shape == (rows, end - start)
+        assert mx.allclose(got, coefficients @ rotary.table(start, end).T, atol=1e-4)
+
+
 def test_equal_embeddings_have_equal_signatures() -> None:
     one, same, other = (
         Rotary(nn.RoPE(DIM), DIM),
