@@ -23,7 +23,7 @@ check: $(VENV)/.dev
 	$(BIN)/lint-imports --no-cache
 
 unit: $(VENV)/.dev
-	$(RUN) -m pytest
+	$(RUN) scripts/suite.py
 
 bench-quality: $(VENV)/.runtime  ## KL divergence and bytes of our schemes and published ones; ARGS=--small takes minutes
 	$(RUN) tests/bench/quality.py $(ARGS)
