@@ -166,8 +166,8 @@ def _of(backend: Backend) -> Attention:
         case "cpu":
             return Attention(backend, cpu, prompts=prompt)
         case "metal":
-            return Attention(backend, metal, reading=metal.restoring)
+            return Attention(backend, metal, reading=metal.prompts)
         case "cuda":
-            return Attention(backend, cuda, reading=cuda.restoring, stepping=cuda)
+            return Attention(backend, cuda, reading=cuda.prompts, stepping=cuda)
         case "reference" | "mlx":
             return REFERENCE

@@ -15,7 +15,7 @@ Tiles of a layout with another `order` have the same parts, with codes and scale
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import mlx.core as mx
@@ -34,6 +34,18 @@ _PAIR_BITS = 7  # 11·11 ≤ 2⁷
 
 
 @dataclass(frozen=True, slots=True)
+class SideLayout:
+    """Where keys, or values, are in a tile: the first words of their codes and their scales, and how many there are of each."""
+
+    codec: Codec
+    dim: int
+    codes_at: int
+    code_words: int
+    scales_at: int
+    scale_words: int
+
+
+@dataclass(frozen=True, slots=True)
 class TileLayout:
     """Where the parts of a tile are: all sizes in 32-bit words. *order* is the permutation id of its codes.
 
@@ -46,6 +58,9 @@ class TileLayout:
     dim_k: int
     dim_v: int
     order: int = orders.CANONICAL
+    words: int = field(init=False, repr=False, compare=False)
+    """Words of a whole tile."""
+    _sides: dict[Side, SideLayout] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for codec, dim in ((self.k, self.dim_k), (self.v, self.dim_v)):
@@ -53,31 +68,23 @@ class TileLayout:
                 raise ValueError(f"{codec.name} cannot store vectors of {dim} values")
             if self.order == orders.FRAGMENTS and not orders.has_fragments(codec, dim):
                 raise ValueError(f"{codec.name} of {dim} values cannot lie in fragments")
+        k_codes, v_codes = _code_words(self.k, self.dim_k), _code_words(self.v, self.dim_v)
+        k_scales, v_scales = (
+            TILE * codec.scales(dim) // 2
+            for codec, dim in ((self.k, self.dim_k), (self.v, self.dim_v))
+        )
+        codes = k_codes + v_codes
+        # computed once: every call of a kernel asks for some of it
+        object.__setattr__(self, "words", codes + k_scales + v_scales)
+        sides = {
+            "k": SideLayout(self.k, self.dim_k, 0, k_codes, codes, k_scales),
+            "v": SideLayout(self.v, self.dim_v, k_codes, v_codes, codes + k_scales, v_scales),
+        }
+        object.__setattr__(self, "_sides", sides)
 
-    @property
-    def k_words(self) -> int:
-        """Words of the K codes of a tile."""
-        return _code_words(self.k, self.dim_k)
-
-    @property
-    def v_words(self) -> int:
-        """Words of the V codes of a tile."""
-        return _code_words(self.v, self.dim_v)
-
-    @property
-    def k_scale_words(self) -> int:
-        """Words of the K scales of a tile."""
-        return TILE * self.k.scales(self.dim_k) // 2
-
-    @property
-    def v_scale_words(self) -> int:
-        """Words of the V scales of a tile."""
-        return TILE * self.v.scales(self.dim_v) // 2
-
-    @property
-    def words(self) -> int:
-        """Words of a whole tile."""
-        return self.k_words + self.v_words + self.k_scale_words + self.v_scale_words
+    def side(self, side: Side) -> SideLayout:
+        """Return where the keys, or the values, of a tile are."""
+        return self._sides[side]
 
     @property
     def packed(self) -> bool:
@@ -157,30 +164,22 @@ def unpack(tiles: mx.array, layout: TileLayout) -> Packed:
 
 def codes_of(tiles: mx.array, layout: TileLayout, side: Side) -> mx.array:
     """Return the codes of one packed *side*, uint8 (H, T, D)."""
-    codec, dim, words, at = (
-        (layout.k, layout.dim_k, layout.k_words, 0)
-        if side == "k"
-        else (layout.v, layout.dim_v, layout.v_words, layout.k_words)
-    )
-    part = tiles[..., at : at + words]
+    of = layout.side(side)
+    part = tiles[..., of.codes_at : of.codes_at + of.code_words]
     if layout.order == orders.FRAGMENTS:
-        codes = orders.unpack_fragments(part, side, int(codec.bits))
+        codes = orders.unpack_fragments(part, side, int(of.codec.bits))
     else:
-        codes = unpack_codes(part, codec.bits)
-    return codes.reshape(tiles.shape[0], -1, dim)
+        codes = unpack_codes(part, of.codec.bits)
+    return codes.reshape(tiles.shape[0], -1, of.dim)
 
 
 def scales_of(tiles: mx.array, layout: TileLayout, side: Side) -> mx.array:
     """Return the scales of one packed *side*, float16 (H, T), or (H, T, 2·groups) of an affine codec."""
-    codec, dim, words, at = (
-        (layout.k, layout.dim_k, layout.k_scale_words, layout.k_words + layout.v_words)
-        if side == "k"
-        else (layout.v, layout.dim_v, layout.v_scale_words, layout.words - layout.v_scale_words)
-    )
-    scales = _copied(tiles[..., at : at + words]).view(mx.float16)
+    of = layout.side(side)
+    scales = _copied(tiles[..., of.scales_at : of.scales_at + of.scale_words]).view(mx.float16)
     if layout.order == orders.FRAGMENTS:
         scales = orders.restore_scales(scales)
-    each = (codec.scales(dim),) if codec.affine else ()
+    each = (of.codec.scales(of.dim),) if of.codec.affine else ()
     return scales.reshape(tiles.shape[0], tiles.shape[1] * TILE, *each)
 
 

@@ -126,11 +126,9 @@ class Clock:
 
 def random_tiles(layout: TileLayout, count: int) -> mx.array:
     """Return tiles of random codes and sane scales, (KV heads, count, words), in the GPU's memory."""
-    codes = mx.random.randint(
-        0, 2**32, (N_KV, count, layout.k_words + layout.v_words), dtype=mx.uint32
-    )
+    codes = mx.random.randint(0, 2**32, (N_KV, count, layout.side("k").scales_at), dtype=mx.uint32)
     scales = mx.random.randint(
-        0, 2**32, (N_KV, count, layout.k_scale_words + layout.v_scale_words), dtype=mx.uint32
+        0, 2**32, (N_KV, count, layout.words - layout.side("k").scales_at), dtype=mx.uint32
     )
     tiles = mx.concatenate([codes, (scales & 0x03FF03FF) | 0x2C002C00], axis=-1)
     mx.eval(tiles)

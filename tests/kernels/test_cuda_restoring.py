@@ -125,6 +125,6 @@ def test_what_the_kernel_does_not_read_goes_to_the_reference_without_a_proof() -
     affine = parse_scheme("affine4")
     case = Case(affine.k, affine.v, 64, 64, n_heads=2, n_kv_heads=2, queries=9, dtype=mx.float16)
 
-    choice = Attention("cuda", cuda, reading=restoring).prompt_choice(case)
+    choice = Attention("cuda", cuda, reading=cuda.prompts).prompt_choice(case)
 
     assert choice == Choice("reference", "the CUDA kernels do not read affine4 keys")

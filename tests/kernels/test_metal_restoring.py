@@ -107,4 +107,4 @@ def test_prompts_are_read_by_the_kernel_that_has_proved_itself() -> None:
 
         assert device.prompt_choice(asked) == Choice("metal")
         assert "tqd_restore" in settings.sources.values()
-        assert metal.restoring.refusal(case("affine4", 64)) == "Metal kernels do not read affine4"
+        assert metal.prompts.refusal(case("affine4", 64)) == "Metal kernels do not read affine4"

@@ -57,7 +57,10 @@ def test_fragments_hold_each_code_where_the_adr_says(codec: Codec, dim: int) -> 
     k, v = random_side(dim, codec, dim), random_side(dim + 1, codec, dim)
     tile = np.array(packing.pack(Packed(k, v), layout))[1, 2].tolist()
     bits = int(codec.bits)
-    sides = {"k": (tile[: layout.k_words], k), "v": (tile[layout.k_words :], v)}
+    sides = {
+        "k": (tile[: layout.side("v").codes_at], k),
+        "v": (tile[layout.side("v").codes_at :], v),
+    }
     for side, (words, (codes, _)) in sides.items():
         want = np.array(codes)[1, 64:]
         for t in range(32):
@@ -104,7 +107,7 @@ def test_scales_lie_where_the_kernels_read_them() -> None:
     layout = TileLayout(TURBO4, TURBO4, 64, 64, order.FRAGMENTS)
     k, v = random_side(3, TURBO4, 64), random_side(4, TURBO4, 64)
     tile = np.array(packing.pack(Packed(k, v), layout))[0, 1]
-    halves = tile[layout.k_words + layout.v_words :].view(np.float16)
+    halves = tile[layout.side("k").scales_at :].view(np.float16)
     for t in range(32):
         assert halves[t % 8 * 4 + t // 8] == np.array(k[1])[0, 32 + t]
         assert halves[32 + t % 8 * 4 + t // 8] == np.array(v[1])[0, 32 + t]

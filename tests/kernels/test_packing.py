@@ -152,6 +152,6 @@ def test_affine_scales_lie_token_by_token_before_their_biases() -> None:
 
     assert sides.k is not None
     assert sides.v is not None
-    scales = words[layout.k_words + layout.v_words :].view(np.float16)
+    scales = words[layout.side("k").scales_at :].view(np.float16)
     assert np.array_equal(scales[: 32 * 4].reshape(32, 4), np.array(sides.k[1])[0])
     assert np.array_equal(scales[32 * 4 :].reshape(32, 2), np.array(sides.v[1])[0])

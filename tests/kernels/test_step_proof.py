@@ -74,7 +74,7 @@ def test_folds_that_are_wrong_never_run() -> None:
     layout = packing.native_layout(CASE.k, CASE.v, 64, 64)
 
     def zeroed(tiles: mx.array) -> mx.array:
-        at = layout.k_words // 2
+        at = layout.side("k").code_words // 2
         return mx.concatenate([tiles[..., :at], mx.zeros_like(tiles[..., at:])], axis=-1)
 
     choice = chosen(FakeStepping(spoil_tiles=zeroed), 2)

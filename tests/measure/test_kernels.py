@@ -29,7 +29,7 @@ def test_a_report_says_what_runs_and_what_it_takes() -> None:
     with emulated():
         report = kernels.run(
             told.append,
-            attention=Attention("metal", metal, reading=metal.restoring),
+            attention=Attention("metal", metal, reading=metal.prompts),
             cases=[good, refused],
             schemes=["turbo4v4"],
             contexts=[100],

@@ -1,9 +1,4 @@
-"""Attention of many query tokens on the GPU: all keys and values as the model made them, and MLX's own attention over those.
-
-A prompt's chunk attends to everything before it, so what a side's history is in full precision lasts for a
-moment, in one layer. It is made in one node (restore.cuh): in plain operations it would be a dozen for every
-thousand tokens.
-"""
+"""All keys or values of a row as the model made them, in one node on the GPU (restore.cuh): what prompts attend to."""
 
 from __future__ import annotations
 
@@ -11,43 +6,23 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
-from daemon.kernels import reference
-from daemon.kernels.case import Case
 from daemon.kernels.cuda import operands, plan, sources
 from daemon.kernels.cuda.launch import spans_of
 from daemon.kernels.cuda.layer import on_device
 from daemon.kernels.keys import KeyTransform
 from daemon.kernels.packing import TILE
+from daemon.kernels.restoring import Restoring
 from daemon.kernels.rotation import Side
 from daemon.kernels.stored import Stored
 from daemon.policy.schemes import FP16
 
 
-def refusal(case: Case) -> str | None:
-    """Return why no CUDA kernel unpacks what *case* attends to, in words for the status; None: one does."""
-    return plan.unread(case)
-
-
-def attend(
-    queries: mx.array, stored: Stored, scale: float, mask: mx.array | None, sinks: mx.array | None
-) -> mx.array:
-    """Attend from *queries* to everything *stored*, some of it packed; the contract is reference.attend's."""
-    keys, values = restored(stored, "k", queries.dtype), restored(stored, "v", queries.dtype)
-    return reference.sdpa(queries, keys, values, scale, mask, sinks)
-
-
 def restored(stored: Stored, side: Side, dtype: mx.Dtype) -> mx.array:
     """Return all keys, or all values, of *stored* as the model made them: (H, T, D) of *dtype*."""
-    layout, raw = stored.layout, stored.k if side == "k" else stored.v
-    kind, dim = (layout.k, layout.dim_k) if side == "k" else (layout.v, layout.dim_v)
-    if kind == FP16:
+    of, raw = stored.layout.side(side), stored.k if side == "k" else stored.v
+    if of.codec is FP16:
         return raw.joined().astype(dtype)
     keys = stored.keys if side == "k" else None
-    codes_at, scales_at = (
-        (0, layout.k_words + layout.v_words)
-        if side == "k"
-        else (layout.k_words, layout.words - layout.v_scale_words)
-    )
     span = (stored.length, stored.packed_from, stored.packed_to, stored.dropped)
     head, tail = operands.either(raw, dtype)
     nothing = operands.nothing(mx.float32)
@@ -55,20 +30,20 @@ def restored(stored: Stored, side: Side, dtype: mx.Dtype) -> mx.array:
     (out,) = sources.restore_kernel()(
         inputs=[
             stored.tiles, spans_of((span,)), head, tail,
-            operands.levels(kind, dim), operands.basis(dim, side, inverse=True),
+            operands.levels(of.codec, of.dim), operands.basis(of.dim, side, inverse=True),
             nothing if lost.scale is None else lost.scale, lost.mean,
-            _channels(keys, dim), lost.table,
+            _channels(keys, of.dim), lost.table,
         ],
         template=[
-            ("DIM", dim), ("HALVES", int(2 * kind.bits)), ("IS_TRELLIS", kind.trellis),
-            ("ORDER", layout.order), ("KEYS", side == "k"), ("CODES_AT", codes_at),
-            ("SCALES_AT", scales_at), ("SCALED", lost.scale is not None),
+            ("DIM", of.dim), ("HALVES", int(2 * of.codec.bits)), ("IS_TRELLIS", of.codec.trellis),
+            ("ORDER", stored.layout.order), ("KEYS", side == "k"), ("CODES_AT", of.codes_at),
+            ("SCALES_AT", of.scales_at), ("SCALED", lost.scale is not None),
             ("HAS_MEAN", keys is not None and keys.mean is not None),
             ("N_PAIRS", lost.n_pairs), ("WIDTH", lost.width), ("X", head.dtype), ("T", dtype),
         ],
         grid=(-(-stored.length // TILE) * plan.SCAN_THREADS, stored.n_kv_heads, 1),
         threadgroup=(plan.SCAN_THREADS, 1, 1),
-        output_shapes=[(stored.n_kv_heads, stored.length, dim)],
+        output_shapes=[(stored.n_kv_heads, stored.length, of.dim)],
         output_dtypes=[dtype],
     )  # fmt: skip
     whole: mx.array = out
@@ -84,3 +59,6 @@ def _channels(keys: KeyTransform | None, dim: int) -> mx.array:
     if keys not in _CHANNELS:
         _CHANNELS[keys] = on_device(keys.partners(dim))
     return _CHANNELS[keys]
+
+
+prompts = Restoring(restored, plan.unread)

@@ -4,8 +4,8 @@ They are executed and compared with the reference on a CPU emulation of Metal's 
 (tests/metalshim). No Apple machine has run them.
 """
 
-from daemon.kernels.metal import restoring
 from daemon.kernels.metal.attending import attend, refusal
 from daemon.kernels.metal.encoding import encoding_refusal, tiles
+from daemon.kernels.metal.restoring import prompts
 
-__all__ = ["attend", "encoding_refusal", "refusal", "restoring", "tiles"]
+__all__ = ["attend", "encoding_refusal", "prompts", "refusal", "tiles"]
