@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-COMPUTING = ("tests/kernels", "tests/metalshim", "tests/cudashim", "tests/cache", "tests/measure")
+COMPUTING = ("tests/kernels", "tests/cudashim", "tests/cache")
 
 
 def main(arguments: Sequence[str]) -> int:
