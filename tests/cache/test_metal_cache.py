@@ -88,7 +88,7 @@ def test_a_row_attends_as_it_does_by_the_reference_while_it_grows(
 
     assert at == 300
     ran = {name for name, _ in settings.launches}
-    assert ran == {"tqd_attend", "tqd_merge", "tqd_encode", "tqd_restore"}
+    assert ran == {"tqd_turn", "tqd_attend", "tqd_merge", "tqd_encode", "tqd_restore"}
 
 
 def test_rows_of_any_length_form_a_batch() -> None:

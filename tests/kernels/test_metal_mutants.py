@@ -127,6 +127,18 @@ MUTANTS: list[tuple[Probe, str, str, str]] = [
     (masked, "attend", "mask_shape[0] > 1 ? head : 0", "0"),
     (masked, "attend", "mask_shape[1] > 1 ? new_token : 0", "0"),
     (sinking, "attend", "score[q] += constants[n];", ""),
+    (rotary, "turn", BARRIER, ""),
+    (rotary, "turn", BARRIER + "\nif (thread_index == 0)", "if (thread_index == 0)"),
+    (rotary, "turn", "row % NEW * queries", "row * queries"),
+    (rotary, "turn", "const int kv_head = row / GROUPED;", "const int kv_head = row / NEW;"),
+    (rotary, "turn", "basis[j * DIM + d]", "basis[d * DIM + j]"),
+    (rotary, "turn", "query[d] * own + query[other]", "query[d] * own - query[other]"),
+    (rotary, "turn", "query[other] * own - query[d]", "query[other] * own + query[d]"),
+    (rotary, "turn", "* factor", ""),
+    (sinking, "turn", "alike += query[d] * own;", ""),
+    (sinking, "turn", "i < threads / 32", "i < 1"),
+    (rotary, "merge", "shared_sums[0][j] * basis", "shared_sums[0][d] * basis"),
+    (rotary, "merge", "value * share;\n}\n" + BARRIER, "value * share;\n}"),
     (restores, "restore", BARRIER + "\nif (any) {\n  const device", "if (any) {\n  const device"),
     (restores, "restore", BARRIER + "\nif (any) {\n  for", "if (any) {\n  for"),
     (restores, "restore", "token < packed_from && token < length", "token < packed_from - 1"),
@@ -186,6 +198,7 @@ def _checked() -> Iterator[None]:
 
 def forget() -> None:
     for made in (
+        sources.turn_kernel,
         sources.attend_kernel,
         sources.merge_kernel,
         sources.encode_kernel,

@@ -8,7 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from daemon.kernels import attention, codec, metal, packing
+from daemon.kernels import codec, metal, packing
+from daemon.kernels.attention import Attention
 from daemon.kernels.backend import Choice
 from daemon.kernels.case import Case
 from daemon.kernels.metal import restoring
@@ -100,7 +101,7 @@ def test_what_half_precision_can_hold_is_not_made_infinite_and_nan_stays_with_it
 
 def test_prompts_are_read_by_the_kernel_that_has_proved_itself() -> None:
     with emulated() as settings:
-        device = attention.on_this_device()
+        device = Attention("metal", metal, reading=metal.prompts)
         asked = case(
             "turbo8v4", 64, queries=300, scaled_keys=True, key_mean="rotary", mask="boolean"
         )

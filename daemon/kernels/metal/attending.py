@@ -1,17 +1,18 @@
-"""Attention over packed keys and values in Metal kernels: what Apple GPUs run when a few tokens attend.
+"""Attention over packed keys and values in three Metal kernels: what Apple GPUs run when a few tokens attend.
 
 Two passes of online softmax over the canonical tiles, which are read as they are: attend.metal gives
-partial results of blocks of tokens, merge.metal puts them together. Queries are rotated, and what came
-from packed values is rotated back, by ordinary operations around them.
+partial results of blocks of tokens, merge.metal puts them together. Before them turn.metal brings queries
+into the basis of packed keys; what came from packed values leaves its basis in the merge.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import mlx.core as mx
 
-from daemon.kernels import codec
 from daemon.kernels.case import Case
-from daemon.kernels.keys import KeyTransform, Rotary
+from daemon.kernels.keys import KeyTransform
 from daemon.kernels.metal import operands, sources
 from daemon.kernels.packing import TILE
 from daemon.kernels.reference import FUSED_QUERIES
@@ -77,9 +78,8 @@ def attend(
     n_kv = stored.n_kv_heads
     n_queries = n_heads // n_kv * new_tokens
 
-    plain = queries.astype(mx.float32).reshape(n_kv, n_queries, layout.dim_k) * (scale * _LOG2E)
-    packed = _in_packed_basis(plain, stored)
-    bias = _Bias.of(plain, stored.keys if layout.k is not FP16 else None)
+    keys = None if layout.k is FP16 else stored.keys
+    asked = _asked(queries, stored, keys, scale * _LOG2E)
     tiles = -(-stored.packed_to // TILE) - stored.packed_from // TILE
     in_full = stored.length - stored.packed_to + stored.packed_from
     packed_blocks = max(1, min(_MAX_BLOCKS, tiles // _TILES_A_BLOCK))
@@ -94,16 +94,18 @@ def attend(
         n_queries,
         new_tokens,
         stored.dropped,
-        bias.pairs,
+        asked.pairs,
         packed_blocks if layout.v is not FP16 else 0,
     )
-    angles, offsets = bias.tables(*stored.packed_positions)
+    offsets = operands.nothing()
+    if asked.pairs and keys is not None and keys.rotary is not None:
+        offsets = keys.rotary.turns(TILE)
     at_once = min(2, n_queries)  # query vectors of a SIMD-group: more would not fit its registers
     sums, states = sources.attend_kernel()(
         inputs=[
             sizes,
-            mx.contiguous(packed),
-            mx.contiguous(plain),
+            asked.packed,
+            asked.plain,
             stored.tiles,
             operands.or_empty(stored.k.head, queries.dtype),
             operands.or_empty(stored.k.tail, queries.dtype),
@@ -112,9 +114,9 @@ def attend(
             operands.centroids(layout.k, layout.dim_k),
             operands.centroids(layout.v, layout.dim_v),
             mx.contiguous(_rows(mask, stored.length)),
-            bias.coefficients,
-            mx.contiguous(bias.constants),
-            angles,
+            asked.coefficients,
+            asked.constants,
+            operands.angles(keys, stored.packed_positions[1]),
             offsets,
             negligible / stored.length,
         ],
@@ -127,70 +129,65 @@ def attend(
             ("V_TRELLIS", layout.dim_v if layout.v.trellis else 0),
             ("QUERIES", at_once),
             ("MASK", 0 if mask is None else 1 if mask.dtype == mx.bool_ else 2),
-            ("ROTARY", bias.pairs > 0),
+            ("ROTARY", asked.pairs > 0),
         ],
         grid=(32, blocks, n_kv * -(-n_queries // at_once)),
         threadgroup=(32, _SIMDGROUPS, 1),
         output_shapes=[(n_kv * n_queries, blocks, layout.dim_v), (n_kv * n_queries, blocks, 2)],
         output_dtypes=[mx.float32, mx.float32],
     )
+    turned = layout.v is not FP16
+    basis = operands.basis(layout.dim_v, "v", inverse=True) if turned else operands.nothing()
     (out,) = sources.merge_kernel()(
-        inputs=[sizes, sums, states, operands.nothing() if sinks is None else _base_2(sinks)],
-        template=[("DIM_V", layout.dim_v), ("SINKS", sinks is not None)],
+        inputs=[sizes, sums, states, operands.nothing() if sinks is None else _base_2(sinks), basis],
+        template=[
+            ("DIM_V", layout.dim_v), ("SINKS", sinks is not None), ("TURNED", turned),
+            ("T", queries.dtype),
+        ],
         grid=(32, _MERGING, n_kv * n_queries),
         threadgroup=(32, _MERGING, 1),
-        output_shapes=[(2, n_heads, new_tokens, layout.dim_v)],
-        output_dtypes=[mx.float32],
-    )
-    whole = out[1] if layout.v is FP16 else codec.unrotate(out[0], layout.v, "v") + out[1]
-    return whole.astype(queries.dtype)
+        output_shapes=[(n_heads, new_tokens, layout.dim_v)],
+        output_dtypes=[queries.dtype],
+    )  # fmt: skip
+    return out
 
 
-class _Bias:
-    """What packed keys have lost and queries give back: *constants* for each, or *coefficients* of a rotating mean.
+class _Asked(NamedTuple):
+    """Query vectors, float32 (KV heads · queries, D): for packed keys, and as they are; and what they ask of a mean.
 
-    *pairs* of channels rotate; 0 where there is no rotating mean.
+    *coefficients* of the angles of *pairs* of channels, as wide as a vector, and *constants*, one each.
     """
 
-    def __init__(
-        self, coefficients: mx.array, constants: mx.array, rotary: Rotary | None = None
-    ) -> None:
-        self.coefficients = coefficients
-        self.constants = constants
-        self._rotary = rotary
-        self.pairs = 0 if rotary is None else len(rotary.first)
-
-    @staticmethod
-    def of(queries: mx.array, keys: KeyTransform | None) -> _Bias:
-        """Return the bias of *queries* (H, N, dim)."""
-        if keys is None or keys.mean is None:
-            return _Bias(operands.nothing(), mx.zeros(queries.shape[:2]))
-        if keys.rotary is None:
-            return _Bias(operands.nothing(), mx.sum(queries * keys.mean[:, None], axis=-1))
-        pairs, half = len(keys.rotary.first), queries.shape[-1] // 2
-        parts = keys.rotary.coefficients(queries, keys.mean)
-        around = [(0, 0), (0, 0), (0, half - pairs)]
-        coefficients = mx.concatenate(
-            [mx.pad(parts[..., :pairs], around), mx.pad(parts[..., pairs : 2 * pairs], around)],
-            axis=-1,
-        )
-        plain = parts[..., 2 * pairs :]
-        constants = plain[..., 0] if keys.rotary.plain else mx.zeros(queries.shape[:2])
-        return _Bias(coefficients, constants, keys.rotary)
-
-    def tables(self, start: int, end: int) -> tuple[mx.array, mx.array]:
-        """Return the table of angles at all positions up to *end*, and the one within a tile."""
-        if self._rotary is None:
-            return operands.nothing(), operands.nothing()
-        return self._rotary.table(0, end), self._rotary.turns(TILE)
+    packed: mx.array
+    plain: mx.array
+    coefficients: mx.array
+    constants: mx.array
+    pairs: int
 
 
-def _in_packed_basis(queries: mx.array, stored: Stored) -> mx.array:
-    if stored.layout.k is FP16:
-        return queries
-    if stored.keys is not None:
-        queries = stored.keys.scaled(queries)
-    return codec.rotate(queries, stored.layout.k, "k")
+def _asked(queries: mx.array, stored: Stored, keys: KeyTransform | None, factor: float) -> _Asked:
+    """Return *queries* (n_heads, L, D), times *factor*, as the first pass wants them."""
+    n_heads, new_tokens, dim = queries.shape
+    rows = n_heads * new_tokens
+    turned = stored.layout.k is not FP16
+    lost = operands.lost(keys, dim)
+    threads = -(-dim // 32) * 32
+    made = sources.turn_kernel()(
+        inputs=[
+            queries, operands.basis(dim, "k", inverse=False) if turned else operands.nothing(),
+            lost.scale, lost.mean, lost.channels, lost.pairs, factor,
+        ],
+        template=[
+            ("DIM", dim), ("GROUPED", rows // stored.n_kv_heads), ("NEW", new_tokens),
+            ("TURNED", turned), ("SCALED", lost.scaled), ("MEAN", lost.has_mean),
+        ],
+        grid=(threads, 1, rows),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(rows, dim), (rows, dim), (rows, dim), (max(rows, 8),)],
+        output_dtypes=[mx.float32] * 4,
+    )  # fmt: skip
+    packed, plain, coefficients, constants = made
+    return _Asked(packed, plain, coefficients, constants, lost.pairs)
 
 
 def _rows(mask: mx.array | None, length: int) -> mx.array:

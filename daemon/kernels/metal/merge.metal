@@ -1,7 +1,7 @@
 // Pass 2: one threadgroup merges the blocks of one query vector. What came from packed values is in their rotated
-// basis and stays apart from the rest; both parts are divided by the sum of all weights.
+// basis: it goes through the matrix that leads out of it, and to the rest. All is divided by the sum of all weights.
 //
-// Template: DIM_V, SINKS (each head has a learned logit that takes weight and gives nothing).
+// Template: DIM_V, SINKS (each head has a learned logit that takes weight and gives nothing), TURNED (values are packed), T.
 
 constexpr int SHARE = (DIM_V + 31) / 32;  // values of a lane
 
@@ -71,6 +71,15 @@ for (int i = thread_index_in_threadgroup; i < 2 * DIM_V; i += 256) {
   for (int j = 0; j < 8; j++) {
     value += shared_sums[j][i];
   }
-  int part = i / DIM_V * sums_shape[0];
-  out[(part + query) * DIM_V + i % DIM_V] = value * share;
+  shared_sums[0][i] = value * share;
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+for (int d = thread_index_in_threadgroup; d < DIM_V; d += 256) {
+  float value = shared_sums[0][DIM_V + d];
+  if (TURNED) {
+    for (int j = 0; j < DIM_V; j++) {
+      value += shared_sums[0][j] * basis[j * DIM_V + d];
+    }
+  }
+  out[query * DIM_V + d] = T(value);
 }

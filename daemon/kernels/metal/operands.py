@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import numpy as np
 
-from daemon.kernels import codebook, codec, trellis
+from daemon.kernels import codebook, codec, rotation, trellis
+from daemon.kernels.keys import KeyTransform
+from daemon.kernels.rotation import Side
 from daemon.policy.schemes import FP16, INT8, Codec
 
 DIMS = (64, 80, 96, 128, 192, 256)
@@ -36,6 +40,62 @@ def nothing() -> mx.array:
 def empty(dtype: mx.Dtype) -> mx.array:
     """Return vectors that are not read."""
     return mx.zeros((1, 1, 8), dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """What packed keys of a layer have lost: *scale* and *mean* (KV heads, D), *channels* (D, 3) as KeyTransform.partners says.
+
+    *pairs* of channels rotate with the position; 0 where the mean stays the same. What is not there is not read.
+    """
+
+    scale: mx.array
+    mean: mx.array
+    channels: mx.array
+    pairs: int
+    scaled: bool
+    has_mean: bool
+
+
+_LOST: WeakKeyDictionary[KeyTransform, Lost] = WeakKeyDictionary()
+
+
+def lost(keys: KeyTransform | None, dim: int) -> Lost:
+    """Return what packed keys of *dim* values have lost that went through *keys*; None: nothing."""
+    if keys is None:
+        return _nothing_lost()
+    if keys not in _LOST:
+        mean, rotary = keys.mean, keys.rotary
+        scale = mx.contiguous(keys.scale)
+        own = nothing() if mean is None else mx.contiguous(mean)
+        mx.eval(scale, own)
+        pairs = 0 if mean is None or rotary is None else len(rotary.first)
+        _LOST[keys] = Lost(
+            scale, own, mx.array(keys.partners(dim)), pairs, scaled=True, has_mean=mean is not None
+        )
+    return _LOST[keys]
+
+
+@cache
+def _nothing_lost() -> Lost:
+    none = nothing()
+    return Lost(none, none, none.astype(mx.int32), 0, scaled=False, has_mean=False)
+
+
+def angles(keys: KeyTransform | None, end: int) -> mx.array:
+    """Return cosines and sines of all positions up to *end* or further, (positions, width); nothing where no mean rotates."""
+    if keys is None or keys.mean is None or keys.rotary is None:
+        return nothing()
+    return keys.rotary.whole_table(end)
+
+
+@cache
+def basis(dim: int, side: Side, *, inverse: bool) -> mx.array:
+    """Return the matrix by which row vectors go into the stored basis, or out of it: (dim, dim), float32."""
+    matrix = rotation.matrix(dim, side)
+    ours = mx.contiguous(matrix.T if inverse else matrix)
+    mx.eval(ours)
+    return ours
 
 
 @lru_cache(maxsize=64)

@@ -13,6 +13,16 @@ _Kernel = Callable[..., list[mx.array]]
 
 
 @cache
+def turn_kernel() -> _Kernel:
+    """Return the kernel that makes of queries what the first pass wants."""
+    return _kernel(
+        "turn",
+        inputs=("queries", "basis", "scales", "mean", "channels", "pairs", "factor"),
+        outputs=("packed", "plain", "coefficients", "constants"),
+    )
+
+
+@cache
 def attend_kernel() -> _Kernel:
     """Return the first pass of attention."""
     return _kernel(
@@ -30,7 +40,7 @@ def attend_kernel() -> _Kernel:
 @cache
 def merge_kernel() -> _Kernel:
     """Return the second pass of attention."""
-    return _kernel("merge", inputs=("sizes", "sums", "states", "sinks"), outputs=("out",))
+    return _kernel("merge", inputs=("sizes", "sums", "states", "sinks", "basis"), outputs=("out",))
 
 
 @cache
