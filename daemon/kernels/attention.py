@@ -68,7 +68,8 @@ class Attention:
     ) -> mx.array:
         """Attend from the newest tokens' *queries* to everything *stored*; the contract is reference.attend's.
 
-        Kernels are asked only where something is packed, by at most reference.FUSED_QUERIES queries.
+        Kernels are asked only where something is packed: one kind by at most reference.FUSED_QUERIES queries,
+        another by more.
         """
         kernels = self._kernels
         if not stored.layout.packed or kernels is None:

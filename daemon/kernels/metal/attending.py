@@ -113,7 +113,7 @@ def attend(
             operands.or_empty(stored.v.tail, queries.dtype),
             operands.centroids(layout.k, layout.dim_k),
             operands.centroids(layout.v, layout.dim_v),
-            mx.contiguous(_rows(mask, stored.length)),
+            _rows(mask, stored.length),
             asked.coefficients,
             asked.constants,
             operands.angles(keys, stored.packed_positions[1]),
@@ -166,7 +166,7 @@ class _Asked(NamedTuple):
 
 
 def _asked(queries: mx.array, stored: Stored, keys: KeyTransform | None, factor: float) -> _Asked:
-    """Return *queries* (n_heads, L, D), times *factor*, as the first pass wants them."""
+    """Return *queries* (n_heads, L, D), times *factor*, as the first pass wants them; packed keys went through *keys*."""
     n_heads, new_tokens, dim = queries.shape
     rows = n_heads * new_tokens
     turned = stored.layout.k is not FP16
@@ -195,7 +195,7 @@ def _rows(mask: mx.array | None, length: int) -> mx.array:
     if mask is None:
         return operands.nothing()
     mask = mask.reshape((1,) * (3 - mask.ndim) + mask.shape)
-    return mx.broadcast_to(mask, (*mask.shape[:2], length))
+    return mx.contiguous(mx.broadcast_to(mask, (*mask.shape[:2], length)))
 
 
 def _base_2(logits: mx.array) -> mx.array:
