@@ -21,11 +21,13 @@ from functools import cache, partial
 from itertools import pairwise
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
 from daemon.kernels import codebook, packing, rotation, trellis
 from daemon.kernels.fused import Chain, fused
 from daemon.kernels.rotation import Side
-from daemon.policy.schemes import INT8, Codec
+from daemon.policy.schemes import FP16, INT8, Codec
 
 _FP16_MAX = 65504.0
 _TINY = 1e-30
@@ -107,6 +109,17 @@ def grid_unit(codec: Codec, dim: int) -> GridUnit:
     if codec.trellis:
         return GridUnit(trellis.FRACTION, trellis.STEP)
     return GridUnit(codebook.fraction(codec.bits), codebook.step(codec.bits, dim))
+
+
+def levels(codec: Codec, dim: int) -> npt.NDArray[np.float32]:
+    """Return what codes of vectors of *dim* values index in a kernel: centroids, or a trellis's step; zeros up to 32."""
+    table = np.zeros(32, dtype=np.float32)
+    if codec.trellis:
+        table[0] = trellis.STEP
+    elif codec not in (FP16, INT8):
+        values = codebook.centroids(codec.bits, dim)
+        table[: len(values)] = values
+    return table
 
 
 def grid(codes: mx.array, codec: Codec) -> mx.array:

@@ -236,13 +236,13 @@ def _raw_blocks(raw: mx.array, rows: int) -> Iterator[mx.array]:
 def _grids(stored: Stored, side: Side, rows: int) -> Iterator[mx.array]:
     """Yield the grid numbers of one side of all tiles, float32 (H, tokens, dim), a block of tiles at a time."""
     tiles, layout = stored.tiles_in_use(), stored.layout
-    kind, dim = (layout.k, layout.dim_k) if side == "k" else (layout.v, layout.dim_v)
+    of = layout.side(side)
     count = tiles.shape[1]
-    most = _block_tokens(tiles.shape[0], dim, rows) // TILE
+    most = _block_tokens(tiles.shape[0], of.dim, rows) // TILE
     step = -(-count // -(-count // most))
     for at in range(0, count, step):
         codes = packing.codes_of(tiles[:, at : at + step], layout, side)
-        yield codec.grid(codes, kind).astype(mx.float32)
+        yield codec.grid(codes, of.codec).astype(mx.float32)
 
 
 def _block_tokens(heads: int, dim: int, rows: int) -> int:

@@ -224,8 +224,7 @@ def _dequantized(raw: RawSide, kind: Codec, side: Side, stored: Stored) -> Itera
 def _packed_blocks(stored: Stored, side: Side) -> Iterator[tuple[int, mx.array, mx.array]]:
     """Yield the first token, the codes and the scales of runs of packed tokens."""
     tiles, layout = stored.tiles_in_use(), stored.layout
-    dim = layout.dim_k if side == "k" else layout.dim_v
-    step = max(1, _BLOCK_VALUES // (tiles.shape[0] * TILE * dim))
+    step = max(1, _BLOCK_VALUES // (tiles.shape[0] * TILE * layout.side(side).dim))
     for tile in range(0, tiles.shape[1], step):
         block, first = tiles[:, tile : tile + step], tile * TILE
         at, to = max(first, stored.packed_from), min(first + step * TILE, stored.packed_to)

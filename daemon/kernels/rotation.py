@@ -16,6 +16,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from daemon.kernels.backend import computed
+
 SEED_VERSION = 7  # of eight draws of the signs (ADR 13)
 
 Side = Literal["k", "v"]
@@ -78,6 +80,15 @@ def matrix(dim: int, side: Side) -> mx.array:
     if hadamard_size(dim):
         return rotate(mx.eye(dim), side)
     return mx.array(_haar(dim, side).T.astype(np.float32))
+
+
+@cache
+def basis(dim: int, side: Side, *, inverse: bool) -> mx.array:
+    """Return the matrix by which a kernel multiplies row vectors into the stored basis, or out of it: (dim, dim), float32."""
+    turned = matrix(dim, side)
+    basis = computed(mx.contiguous(turned.T if inverse else turned))
+    mx.eval(basis)
+    return basis
 
 
 def _haar(dim: int, side: Side) -> npt.NDArray[np.float64]:

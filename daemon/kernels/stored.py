@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from daemon.kernels.keys import KeyTransform
 from daemon.kernels.packing import TILE, TileLayout
+from daemon.kernels.rotation import Side
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,10 @@ class Stored:
     dropped: int = 0
     keys: KeyTransform | None = None
     """What was taken off packed keys; keys in full precision are as the model computed them."""
+
+    def raw(self, side: Side) -> RawSide:
+        """Return what of the keys, or of the values, is in full precision."""
+        return self.k if side == "k" else self.v
 
     @property
     def packed_positions(self) -> tuple[int, int]:

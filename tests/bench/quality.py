@@ -211,6 +211,7 @@ def _use(draw: int) -> None:
     rotation.SEED_VERSION = draw
     rotation.signs.cache_clear()
     rotation.matrix.cache_clear()
+    rotation.basis.cache_clear()
 
 
 def _measure(

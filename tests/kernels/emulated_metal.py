@@ -16,10 +16,9 @@ from daemon.kernels.keys import KeyTransform
 from daemon.kernels.proof import Sample
 from daemon.kernels.stored import Stored
 from daemon.policy.schemes import FP16, SCHEMES, Scheme
+from tests.kernels.float64 import Float, wide
 from tests.metalshim import compiler, shim
 from tests.metalshim.shim import Settings
-
-Float = np.ndarray[Any, np.dtype[np.float64]]
 
 # of the largest magnitude: the rounding of the output, and the values of tokens that do not count
 TOLERANCE = {mx.float32: 3e-4, mx.float16: 1.2e-3, mx.bfloat16: 8e-3}
@@ -97,7 +96,7 @@ def distance(got: mx.array, expected: Float) -> float:
 def exact(given: Sample) -> Float:
     """Return what attention should give, in float64: every stored vector decoded, in the model's own basis."""
     stored = given.stored
-    queries = _double(given.queries)
+    queries = wide(given.queries)
     n_heads, new, dim_k = queries.shape
     n_kv = stored.n_kv_heads
     packed = packing.unpack(stored.tiles_in_use(), stored.layout)
@@ -114,12 +113,12 @@ def exact(given: Sample) -> Float:
     elif given.mask.dtype == mx.bool_:
         scores = np.where(np.array(given.mask), scores, -np.inf)
     else:
-        scores = scores + _double(given.mask)
+        scores = scores + wide(given.mask)
 
     largest = scores.max(axis=-1, keepdims=True)
     sink = np.zeros_like(largest)
     if given.sinks is not None:
-        logits = _double(given.sinks)[:, None, None]
+        logits = wide(given.sinks)[:, None, None]
         largest = np.maximum(largest, logits)
         sink = np.exp(logits - largest)
     weights = np.exp(scores - largest)
@@ -132,16 +131,16 @@ def _vectors(stored: Stored, side: Any, packed: tuple[mx.array, mx.array] | None
     """Return all vectors of a side, (H, T, dim); packed keys as what multiplies a query that is not scaled."""
     raw = stored.k if side == "k" else stored.v
     if packed is None:
-        return _double(raw.joined())
+        return wide(raw.joined())
     kind = stored.layout.k if side == "k" else stored.layout.v
     values, factors = codec.decode(*packed, kind)
-    matrix = _double(rotation.matrix(values.shape[-1], side))  # Rᵀ: vectors are rows
-    plain = (_double(values) * _double(factors)[..., None]) @ matrix.T
+    matrix = wide(rotation.matrix(values.shape[-1], side))  # Rᵀ: vectors are rows
+    plain = (wide(values) * wide(factors)[..., None]) @ matrix.T
     if side == "k" and stored.keys is not None:
-        plain = plain * _double(stored.keys.scale)[:, None]
+        plain = plain * wide(stored.keys.scale)[:, None]
     window = plain[:, stored.packed_from : stored.packed_to]
-    parts = [None if raw.head is None else _double(raw.head), window]
-    parts.append(None if raw.tail is None else _double(raw.tail))
+    parts = [None if raw.head is None else wide(raw.head), window]
+    parts.append(None if raw.tail is None else wide(raw.tail))
     return np.concatenate([part for part in parts if part is not None], axis=1)
 
 
@@ -150,10 +149,6 @@ def _bias(queries: Float, stored: Stored, keys: KeyTransform) -> Float:
         return np.zeros(1)
     start, end = stored.packed_positions
     if keys.rotary is None:
-        return np.einsum("hnd,hd->hn", queries, _double(keys.mean))[..., None]
-    moved = _double(keys.rotary.shift(keys.mean, start, end - start))
+        return np.einsum("hnd,hd->hn", queries, wide(keys.mean))[..., None]
+    moved = wide(keys.rotary.shift(keys.mean, start, end - start))
     return queries @ moved.swapaxes(1, 2)
-
-
-def _double(array: mx.array) -> Float:
-    return np.array(array.astype(mx.float32), dtype=np.float64)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import mlx.core as mx
 import numpy as np
 
 from daemon.kernels import codec, packing, rotation
 from daemon.kernels.rotation import Side
 from daemon.kernels.stored import Stored
-
-Float = np.ndarray[Any, np.dtype[np.float64]]
+from tests.kernels.float64 import Float, wide
 
 
 def vectors(stored: Stored, side: Side) -> Float:
@@ -43,8 +39,3 @@ def vectors(stored: Stored, side: Side) -> Float:
         ],
         axis=1,
     )
-
-
-def wide(x: mx.array) -> Float:
-    """Return *x* in float64."""
-    return np.array(x.astype(mx.float32)).astype(np.float64)

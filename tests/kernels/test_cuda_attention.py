@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from daemon.kernels import codebook, codec, cuda, encode, order, packing, rotation, step_proof
@@ -32,6 +31,7 @@ from daemon.policy.schemes import (
     Codec,
 )
 from tests.cudashim import shim
+from tests.kernels.float64 import Float, wide
 from tests.metalshim import compiler
 
 # several splits of many tiles; on an emulation, as few tiles as several splits have
@@ -42,7 +42,6 @@ pytestmark = pytest.mark.skipif(
     reason=f"no NVIDIA GPU, and none can be emulated: {compiler.missing()}",
 )
 
-Float = npt.NDArray[np.float64]
 BITS = {16: FP16, 8: INT8, 5: TURBO5, 4: TURBO4, 3: TURBO3, 2: TURBO2}
 
 
@@ -140,10 +139,6 @@ def build(problem: Problem) -> tuple[mx.array, Stored, mx.array | None, mx.array
     elif p.mask == "additive":
         mask = mx.array(rng.standard_normal((n_heads, p.queries, p.length)).astype(np.float32))
     return mx.array(queries.astype(np.float32)).astype(p.dtype), stored, mask, logits
-
-
-def wide(x: mx.array) -> Float:
-    return np.array(x.astype(mx.float32)).astype(np.float64)
 
 
 def expected(

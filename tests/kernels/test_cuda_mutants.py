@@ -16,8 +16,9 @@ from daemon.kernels.cuda import encoding, launch, plan, restoring
 from daemon.kernels.packing import TileLayout
 from daemon.policy.schemes import INT8, TRELLIS3, TURBO2, TURBO3, TURBO3_5, TURBO4, TURBO5, Codec
 from tests.cudashim import shim
+from tests.kernels.float64 import wide
 from tests.kernels.restored_vectors import vectors
-from tests.kernels.test_cuda_attention import Problem, build, expected, limit, rounds_well, wide
+from tests.kernels.test_cuda_attention import Problem, build, expected, limit, rounds_well
 from tests.metalshim.compiler import ShimError
 from tests.metalshim.needed import needs_shim
 

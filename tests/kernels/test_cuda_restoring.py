@@ -19,8 +19,9 @@ from daemon.kernels.reference import FUSED_QUERIES
 from daemon.policy.schemes import FP16, TURBO4, parse_scheme
 from tests.cudashim import shim
 from tests.kernels.fake_kernels import FakeKernels
+from tests.kernels.float64 import wide
 from tests.kernels.restored_vectors import vectors
-from tests.kernels.test_cuda_attention import FAST, GENERAL, Problem, build, wide
+from tests.kernels.test_cuda_attention import FAST, GENERAL, Problem, build
 from tests.metalshim import compiler
 
 pytestmark = pytest.mark.skipif(

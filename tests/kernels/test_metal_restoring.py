@@ -16,7 +16,8 @@ from daemon.kernels.metal import restoring
 from daemon.kernels.proof import sample
 from daemon.policy.schemes import FP16, TURBO4
 from tests.kernels.emulated_metal import case, emulated, stretched
-from tests.kernels.restored_vectors import vectors, wide
+from tests.kernels.float64 import wide
+from tests.kernels.restored_vectors import vectors
 from tests.metalshim.launch import ORDERS
 from tests.metalshim.needed import needs_shim
 

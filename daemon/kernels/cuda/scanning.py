@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from daemon.kernels import rotation
 from daemon.kernels.cuda import operands, plan, sources
 from daemon.kernels.cuda.layer import bits_of
 from daemon.kernels.stored import Stored
@@ -23,7 +24,9 @@ def scan(
     n_heads, length, _ = queries.shape
     grouped = n_heads // n_kv
     k_packed, v_packed = layout.k != FP16, layout.v != FP16
-    keys = operands.lost(stored) if k_packed else operands.no_keys()
+    keys = operands.lost(
+        stored.keys if k_packed else None, layout.dim_k, stored.packed_positions[1]
+    )
     shared = plan.scan_shared_bytes(layout.dim_k, layout.dim_v, keys.width)
     blocks = plan.scan_blocks(grouped, length)
     splits = plan.scan_splits(n_kv, blocks, stored.length)
@@ -57,7 +60,7 @@ def scan(
     )  # fmt: skip
     # sums of values that are not packed are in the model's basis, and no others are there
     matrix = (
-        operands.basis(layout.dim_v, "v", inverse=True)
+        rotation.basis(layout.dim_v, "v", inverse=True)
         if v_packed
         else operands.nothing(mx.float32)
     )
@@ -79,7 +82,7 @@ def scan(
 def _turned(queries: mx.array, stored: Stored, keys: operands.Lost) -> mx.array:
     """Return *queries* as packed keys want them: scaled per channel, and in the stored basis; float32."""
     n_heads, length, dim = queries.shape
-    inputs = [queries, operands.basis(dim, "k", inverse=False)]
+    inputs = [queries, rotation.basis(dim, "k", inverse=False)]
     if keys.scale is not None:
         inputs.append(keys.scale)
     (out,) = sources.turn_kernel(scaled=keys.scale is not None)(

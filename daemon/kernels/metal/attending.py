@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from daemon.kernels import rotation
 from daemon.kernels.case import Case
 from daemon.kernels.keys import KeyTransform
 from daemon.kernels.metal import operands, sources
@@ -137,7 +138,7 @@ def attend(
         output_dtypes=[mx.float32, mx.float32],
     )
     turned = layout.v is not FP16
-    basis = operands.basis(layout.dim_v, "v", inverse=True) if turned else operands.nothing()
+    basis = rotation.basis(layout.dim_v, "v", inverse=True) if turned else operands.nothing()
     (out,) = sources.merge_kernel()(
         inputs=[sizes, sums, states, operands.nothing() if sinks is None else _base_2(sinks), basis],
         template=[
@@ -174,7 +175,7 @@ def _asked(queries: mx.array, stored: Stored, keys: KeyTransform | None, factor:
     threads = -(-dim // 32) * 32
     made = sources.turn_kernel()(
         inputs=[
-            queries, operands.basis(dim, "k", inverse=False) if turned else operands.nothing(),
+            queries, rotation.basis(dim, "k", inverse=False) if turned else operands.nothing(),
             lost.scale, lost.mean, lost.channels, lost.pairs, factor,
         ],
         template=[

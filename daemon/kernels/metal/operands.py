@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from weakref import WeakKeyDictionary
@@ -10,9 +9,8 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 import numpy as np
 
-from daemon.kernels import codebook, codec, rotation, trellis
+from daemon.kernels import codebook, codec
 from daemon.kernels.keys import KeyTransform
-from daemon.kernels.rotation import Side
 from daemon.policy.schemes import FP16, INT8, Codec
 
 DIMS = (64, 80, 96, 128, 192, 256)
@@ -89,15 +87,6 @@ def angles(keys: KeyTransform | None, end: int) -> mx.array:
     return keys.rotary.whole_table(end)
 
 
-@cache
-def basis(dim: int, side: Side, *, inverse: bool) -> mx.array:
-    """Return the matrix by which row vectors go into the stored basis, or out of it: (dim, dim), float32."""
-    matrix = rotation.matrix(dim, side)
-    ours = mx.contiguous(matrix.T if inverse else matrix)
-    mx.eval(ours)
-    return ours
-
-
 @lru_cache(maxsize=64)
 def sizes(*numbers: int) -> mx.array:
     """Return *numbers* as an array; all layers of a step have the same."""
@@ -106,22 +95,17 @@ def sizes(*numbers: int) -> mx.array:
 
 @cache
 def centroids(kind: Codec, dim: int) -> mx.array:
-    """Return the centroids by code, or the step of a trellis, and zeros up to 32."""
-    if kind.trellis:
-        return _filled([trellis.STEP], 32)
-    return _filled([] if kind in (FP16, INT8) else codebook.centroids(kind.bits, dim), 32)
+    """Return what codes of *kind* index, float32 (32,)."""
+    return mx.array(codec.levels(kind, dim))
 
 
 @cache
 def thresholds(kind: Codec, dim: int) -> mx.array:
     """Return the thresholds between the centroids that are not negative, and zeros up to 16."""
-    plain = kind in (FP16, INT8) or kind.trellis
-    return _filled([] if plain else codebook.thresholds(kind.bits, dim), 16)
-
-
-def _filled(values: Sequence[float] | codebook.Float, size: int) -> mx.array:
-    table = np.zeros(size, dtype=np.float32)
-    table[: len(values)] = values
+    table = np.zeros(16, dtype=np.float32)
+    if kind not in (FP16, INT8) and not kind.trellis:
+        values = codebook.thresholds(kind.bits, dim)
+        table[: len(values)] = values
     return mx.array(table)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from daemon.kernels import rotation
 from daemon.kernels.metal import operands, sources
 from daemon.kernels.metal.attending import unread
 from daemon.kernels.restoring import Restoring
@@ -16,7 +17,7 @@ _SLOTS = 16  # of a tile, that a threadgroup unpacks
 
 def restored(stored: Stored, side: Side, dtype: mx.Dtype) -> mx.array:
     """Return all keys, or all values, of *stored* as the model made them: (H, T, D) of *dtype*."""
-    of, raw = stored.layout.side(side), stored.k if side == "k" else stored.v
+    of, raw = stored.layout.side(side), stored.raw(side)
     if of.codec is FP16:
         return raw.joined().astype(dtype)
     keys = stored.keys if side == "k" else None
@@ -31,7 +32,7 @@ def restored(stored: Stored, side: Side, dtype: mx.Dtype) -> mx.array:
             operands.or_empty(raw.head, dtype),
             operands.or_empty(raw.tail, dtype),
             operands.centroids(of.codec, of.dim),
-            operands.basis(of.dim, side, inverse=True),
+            rotation.basis(of.dim, side, inverse=True),
             lost.scale,
             lost.mean,
             lost.channels,
